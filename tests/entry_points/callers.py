@@ -1,4 +1,4 @@
-"""Entries that a caller awaits, or calls: the decorator, `run`, batches, dispatchers, steps."""
+"""Entry points that callers call directly: the decorator, `run`, batches, dispatchers, steps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.gated import Run
 
 
 class Caller(Entry):
-    """A call that returns the value or raises."""
+    """An entry point that returns the value or raises."""
 
     async def send(self, key: str, payload: str = "p") -> Answer:
         try:
             return Answer(Sees.VALUE, await self.call(key, payload))
-        except Exception as error:  # noqa: BLE001  # told apart there
+        except Exception as error:  # noqa: BLE001   # `answer_of` re-raises unexpected ones
             return answer_of(error)
 
     @abstractmethod
@@ -84,31 +84,31 @@ class DecoratedPlain(Entry):
         except KeyboardInterrupt:
             self.work.interrupted.clear()
             return Answer(Sees.CANCELLED)
-        except Exception as error:  # noqa: BLE001  # told apart there
+        except Exception as error:  # noqa: BLE001   # `answer_of` re-raises unexpected ones
             return answer_of(error)
 
     async def cancel(self, sending: asyncio.Task[Answer]) -> None:
-        # Nothing cancels a thread; what ends its work before the time is Ctrl-C.
+        # A thread cannot be cancelled; only Ctrl-C interrupts its work.
         self.work.interrupted.set()
 
 
 class BatchVerbs(Entry):
-    """A loop of one's own over `acquire_batch`, `confirm_batch` and `release_batch`, as its page shows it."""
+    """A custom loop over `acquire_batch`, `confirm_batch` and `release_batch`, as in the documentation."""
 
     name = "batch-verbs"
     label = "`acquire_batch` …"
     sees: ClassVar = {
         Case.TWO_AT_ONCE: (Sees.CONFLICT, Sees.VALUE),
         Case.CRASH: (Sees.CONFLICT, Sees.VALUE),
-        # The verbs count attempts; to give up is the caller's to decide, by `fail`.
+        # Attempts are counted, but the caller decides when to give up, with `fail`.
         Case.FAILURES: (Sees.ERROR,),
-        # The store refuses one call; to write the outcome again is the caller's.
+        # One call fails; the caller must write the outcome again.
         Case.DOWN_AFTER: (Sees.DOWN, Sees.VALUE),
-        # Written again when the store is back, it stands, unless somebody has taken the key over meanwhile.
+        # A later write succeeds unless another worker has taken over the key.
         Case.DOWN_FOR_LONG: (Sees.DOWN, Sees.VALUE),
-        # Its caller has the iterator still, and confirms again with a list.
+        # The caller still has the iterator and can confirm again with a list.
         Case.ITERATOR: (Sees.NOT_STORED,),
-        # What is held is not given back by itself.
+        # Reservations are not released automatically.
         Case.CANCELLED: (Sees.CANCELLED, Sees.CONFLICT, Sees.VALUE),
     }
     words: ClassVar = {
@@ -128,12 +128,12 @@ class BatchVerbs(Entry):
         if key in self._unconfirmed:
             return await self._try_to_confirm(key)
         try:
-            [verdict] = (await self.manager.acquire_batch([key], fingerprint=lambda _: _mark(payload))).values()
+            [verdict] = (await self.manager.acquire_batch([key], fingerprint=lambda _: _fingerprint(payload))).values()
         except StoreUnavailableError:
             return Answer(Sees.DOWN)
         match verdict:
             case Reserved():
-                return await self._do(key, payload, verdict)
+                return await self._run(key, payload, verdict)
             case Completed():
                 return replayed(verdict)
             case InProgress():
@@ -143,13 +143,13 @@ class BatchVerbs(Entry):
             case _:
                 raise AssertionError(verdict)
 
-    async def _do(self, key: str, payload: str, mine: Reserved) -> Answer:
+    async def _run(self, key: str, payload: str, reservation: Reserved) -> Answer:
         try:
-            value = await self.work(Run(payload, mine.attempt, mine.fence))
+            value = await self.work(Run(payload, reservation.attempt, reservation.fence))
         except OSError as error:
-            await self.manager.release_batch([mine])
+            await self.manager.release_batch([reservation])
             return answer_of(error)
-        self._unconfirmed[key] = mine, value
+        self._unconfirmed[key] = reservation, value
         return await self._try_to_confirm(key)
 
     async def _try_to_confirm(self, key: str) -> Answer:
@@ -161,13 +161,13 @@ class BatchVerbs(Entry):
             return Answer(Sees.NOT_STORED)
 
     async def _confirm(self, key: str) -> Answer:
-        mine, value = self._unconfirmed[key]
-        [ours] = await self.manager.confirm_batch({mine: value})
+        reservation, value = self._unconfirmed[key]
+        [still_owned] = await self.manager.confirm_batch({reservation: value})
         del self._unconfirmed[key]
-        return Answer(Sees.VALUE, value) if ours else Answer(Sees.LOST)
+        return Answer(Sees.VALUE, value) if still_owned else Answer(Sees.LOST)
 
 
-def _mark(payload: str) -> bytes:
+def _fingerprint(payload: str) -> bytes:
     return fingerprint(payload.encode())
 
 
@@ -177,12 +177,12 @@ class Sent(BaseEvent):
 
 
 class Dispatcher(Entry):
-    """`dispatch` makes one try, and says what came of it; a worker stands behind it."""
+    """`dispatch` makes one attempt and returns its outcome; workers are built on it."""
 
     name = "dispatcher"
     label = "`dispatcher.dispatch`"
     sees: ClassVar = {
-        # It makes one pass; its caller waits, or pauses a partition.
+        # `dispatch` does not wait; its caller waits or pauses a partition.
         Case.TWO_AT_ONCE: (Sees.CONFLICT, Sees.VALUE),
         Case.CRASH: (Sees.CONFLICT, Sees.VALUE),
         Case.DOWN_FOR_LONG: (Sees.UNSTORED, Sees.CONFLICT, Sees.VALUE),
@@ -203,7 +203,7 @@ class Dispatcher(Entry):
 
     def declare(self, router: EventRouter) -> None:
         async def handle(event: Sent) -> Any:
-            raise AssertionError("invoke stands in for it")
+            raise AssertionError("replaced by `invoke`")
 
         router.on(Sent)(handle)
 
@@ -215,7 +215,7 @@ class Dispatcher(Entry):
     async def send(self, key: str, payload: str = "p") -> Answer:
         try:
             [outcome] = await self._dispatcher.dispatch(Sent(event_id=key, payload=payload))
-        except Exception as error:  # noqa: BLE001  # told apart there
+        except Exception as error:  # noqa: BLE001   # `answer_of` re-raises unexpected ones
             return answer_of(error)
         return _answer_to(outcome)
 
@@ -239,14 +239,14 @@ def _answer_to(outcome: Outcome[Any]) -> Answer:
 
 
 class BatchHandler(Dispatcher):
-    """A handler that takes many events at once; each has its own key."""
+    """A handler that receives several events at once, each with its own key."""
 
     name = "batch-handler"
     label = "`@router.on_batch`"
 
     def declare(self, router: EventRouter) -> None:
         async def handle(events: list[Sent]) -> Any:
-            raise AssertionError("invoke stands in for it")
+            raise AssertionError("replaced by `invoke`")
 
         router.on_batch(Sent, max_wait=timedelta(milliseconds=5))(handle)
 
@@ -260,13 +260,13 @@ class BatchHandler(Dispatcher):
 
 
 class Step(Caller):
-    """A step within a run: the case's work is the step."""
+    """A step within a run; the work of the case is the step."""
 
     name = "step-at-least-once"
     label = "a step `at_least_once`"
     once: ClassVar = Once.AT_LEAST_ONCE
     sees: ClassVar = {
-        # The unit's lease ends no later than the step's.
+        # The lease of the run ends no later than the lease of the step.
         Case.DOWN_FOR_LONG: (Sees.LOST, Sees.VALUE),
     }
 
@@ -281,7 +281,7 @@ class Step(Caller):
 
 
 class StepAtMostOnce(Step):
-    """What was begun, and whose end is not known, is not done again: the unit is given up."""
+    """A step that is not repeated after an unknown outcome: the run is given up."""
 
     name = "step-at-most-once"
     label = "a step `at_most_once`"

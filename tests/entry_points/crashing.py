@@ -1,6 +1,7 @@
-"""Forks processes that do some work and die in its midst: `python -m tests.entry_points.crashing`, an order a line.
+"""Fork processes that crash in the middle of their work: `python -m tests.entry_points.crashing`.
 
-The one that forks has no event loop and no threads, so that its children begin clean.
+Standard input has one order per line, in JSON.  The parent has no event loop and no threads, so that its children
+start clean.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ async def crash(order: dict[str, Any]) -> None:
 def _child(line: str) -> None:
     try:
         asyncio.run(crash(json.loads(line)))
-    except BaseException:  # noqa: BLE001  # its end is told by the status alone
+    except BaseException:  # noqa: BLE001  # the exit status reports it
         traceback.print_exc()
     os._exit(1)
 

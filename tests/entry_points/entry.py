@@ -1,7 +1,7 @@
-"""What every way into the guard has in common: work is sent, and its sender sees an answer.
+"""The common interface of all entry points: send work, get an answer.
 
-A hard case is written once, in `test_hard_cases.py`, and runs over all entries.  An entry says how work is sent, what
-an answer looks like, and, in `sees`, where what its senders see differs from `USUAL`.
+Each hard case is written once, in `test_hard_cases.py`, and runs on every entry point.  An entry point defines how to
+send work and how to interpret the answer, and lists in `sees` the cases whose answers differ from `USUAL`.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from tests.support.kafka import Kafka
 
 
 class Case(Enum):
-    """What goes wrong, as the documentation heads its columns."""
+    """The hard cases; values are the column headings in the documentation."""
 
-    TWO_AT_ONCE = "two at once: the second sees"
-    CRASH = "the next, after a crash"
-    FAILURE = "it fails once"
-    FAILURES = "it fails always"
-    ZOMBIE = "a zombie, whose lease was taken over"
-    OTHER_PAYLOAD = "the key with another payload"
+    TWO_AT_ONCE = "concurrent duplicate"
+    CRASH = "next attempt after a crash"
+    FAILURE = "fails once"
+    FAILURES = "always fails"
+    ZOMBIE = "stalled beyond its lease, key taken over"
+    OTHER_PAYLOAD = "same key, different payload"
     DOWN_BEFORE = "before the work"
-    DOWN_AFTER = "after it, for a moment"
-    DOWN_FOR_LONG = "after it, beyond the lease"
-    TOO_LARGE = "a duplicate, of a result too large to keep"
-    FALSY = 'a duplicate, of `None`, `0`, `""`, `[]`, `{}`, `False`'
-    ITERATOR = "a duplicate, of an iterator, which the first got as a list"
-    CANCELLED = "cancelled in its midst"
+    DOWN_AFTER = "after the work, briefly"
+    DOWN_FOR_LONG = "after the work, longer than the lease"
+    TOO_LARGE = "duplicate; result too large to store"
+    FALSY = 'duplicate; result `None`, `0`, `""`, `[]`, `{}` or `False`'
+    ITERATOR = "duplicate; result an iterator, which the first caller gets as a list"
+    CANCELLED = "cancelled while running"
 
 
 class Sees(Enum):
-    """What a sender is told."""
+    """Answers to one attempt, as the sender sees them."""
 
     VALUE = "the value"
     CONFLICT = "a conflict"
@@ -59,19 +59,19 @@ class Sees(Enum):
     GIVEN_UP = "given up"
     REUSED = "refused"
     DOWN = "no store"
-    UNSTORED = "done, not remembered"
+    UNSTORED = "done, outcome not stored"
     LOST = "lease lost"
     DROPPED = "done, result gone"
     NOT_STORED = "refused, nothing stored"
-    AGAIN = "it comes again"
+    AGAIN = "redelivered"
     CANCELLED = "cancelled"
 
 
 FINAL = frozenset({Sees.VALUE, Sees.GIVEN_UP, Sees.REUSED, Sees.DROPPED})
-"""Whoever sees this does not try again."""
+"""Answers after which senders stop retrying."""
 
 Seen: TypeAlias = tuple[Sees, ...]
-"""What a sender sees, one after the other, who tries again until it is over; repetitions count once."""
+"""Answers to one sender that retries until the last one is final, consecutive repetitions removed."""
 
 USUAL: Mapping[Case, Seen] = {
     Case.TWO_AT_ONCE: (Sees.VALUE,),
@@ -105,7 +105,7 @@ USUAL_WORDS: Mapping[Sees, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one try came to."""
+    """The answer to one attempt."""
 
     sees: Sees
     value: Any = None
@@ -125,12 +125,12 @@ _BY_ERROR: Sequence[tuple[type[BaseException], Sees]] = (
     (ResultNotStoredError, Sees.UNSTORED),
     (StoreUnavailableError, Sees.DOWN),
     (LeaseLostError, Sees.LOST),
-    (OSError, Sees.ERROR),  # what the work of these cases raises
+    (OSError, Sees.ERROR),  # raised by the work in these cases
 )
 
 
 def answer_of(error: BaseException) -> Answer:
-    """What an error tells.  An error that no case expects is raised."""
+    """Return the answer for an error, or re-raise it if no case expects it."""
     for kind, sees in _BY_ERROR:
         if isinstance(error, kind):
             return Answer(sees)
@@ -138,7 +138,7 @@ def answer_of(error: BaseException) -> Answer:
 
 
 def replayed(done: Completed) -> Answer:
-    """What a remembered outcome tells those who read it themselves."""
+    """Return the answer for a stored outcome that the caller reads itself."""
     if done.result is None:
         return Answer(Sees.DROPPED)
     return Answer(Sees.VALUE, decode_result(done.key, done.result))
@@ -146,32 +146,32 @@ def replayed(done: Completed) -> Answer:
 
 @dataclass(slots=True)
 class Process:
-    """What one process of an application has, and where its messages come from."""
+    """The manager, work and message source of one application process."""
 
     manager: IdempotencyManager
     work: GatedWork
     place: str
-    """Names the topic that it consumes; another process in the same place goes on where it stopped."""
+    """Identifies the topic to consume; a later process in the same place resumes from its committed offset."""
     kafka: Kafka | None = None
     store: FaultProxy | None = None
-    """Stands before its store."""
+    """The proxy between the process and its store."""
 
 
 class Entry(ABC):
-    """One process of an application, and one way into its guard."""
+    """An entry point in one application process."""
 
     name: ClassVar[str]
     label: ClassVar[str]
-    """How documentation names it."""
+    """Name in the documentation."""
     sees: ClassVar[Mapping[Case, Seen]] = {}
     words: ClassVar[Mapping[Sees, str]] = {}
     in_threads: ClassVar[bool] = False
-    """Whether its guard works on the loop for plain functions."""
+    """Whether its manager runs on the event loop of the synchronous bridge."""
     needs_kafka: ClassVar[bool] = False
     repeats: ClassVar[bool] = True
-    """Whether work whose end is not known is done again."""
+    """Whether work with an unknown outcome is run again."""
     cancel_lease: ClassVar[float] = 60.0
-    """Seconds of the lease in the case of a cancellation: short where the key stays until its lease ends."""
+    """Lease in seconds for the cancellation case; short if the key is held until its lease ends."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -179,29 +179,29 @@ class Entry(ABC):
         self.work = process.work
 
     async def open(self) -> None:  # noqa: B027  # most have nothing to open
-        """Begin."""
+        """Start consuming, or set up clients."""
 
     async def close(self) -> None:  # noqa: B027  # nor to close
-        """End, whatever is under way."""
+        """Stop, even if work is running."""
 
     @abstractmethod
     async def send(self, key: str, payload: str = "p") -> Answer:
-        """Send work, and what its first try came to."""
+        """Send work and return the answer to its first attempt."""
 
-    async def again(self, key: str, payload: str = "p") -> Answer:
-        """What the next try comes to, of work whose last one was not final: of the sender, or of the broker."""
+    async def retry(self, key: str, payload: str = "p") -> Answer:
+        """Return the answer to the next attempt, made by the sender or the broker, after one that was not final."""
         return await self.send(key, payload)
 
     async def cancel(self, sending: asyncio.Task[Answer]) -> None:
-        """Cancel whoever does the work."""
+        """Cancel the task or process that runs the work."""
         sending.cancel()
 
     async def acknowledged(self) -> bool:
-        """Whether the last that was sent will never come again.  Never, where nothing is acknowledged."""
+        """Return whether the last message is acknowledged; `False` if the entry point has no acknowledgments."""
         return False
 
     def run_here(self, payload: str) -> Run:
-        """The run that the calling code is part of."""
+        """Return the run of the calling code."""
         attempt = self.manager.attempt()
         return Run(payload, attempt.number, attempt.fence)
 
@@ -210,13 +210,13 @@ class Entry(ABC):
         return cls.sees.get(case, USUAL[case])
 
     @classmethod
-    def told(cls, case: Case) -> str:
-        """A cell of the table in the documentation."""
+    def cell(cls, case: Case) -> str:
+        """Return the cell of the documentation table for a case."""
         words = {**USUAL_WORDS, **cls.words}
         return ", then ".join(words[sees] for sees in cls.expected(case))
 
 
 def seen(answers: Sequence[Answer]) -> Seen:
-    """What was seen, repetitions left out."""
+    """Return the answers without consecutive repetitions."""
     kinds = [answer.sees for answer in answers]
     return tuple(kind for index, kind in enumerate(kinds) if index == 0 or kind is not kinds[index - 1])

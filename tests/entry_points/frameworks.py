@@ -1,4 +1,4 @@
-"""Entries of frameworks: HTTP and FastStream, on what stands in for their servers."""
+"""Entry points of frameworks: HTTP and FastStream, on their in-memory test servers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Http(Entry):
     name = "http"
     label = "`Idempotency-Key`"
     sees: ClassVar = {
-        # By the draft a retry that comes too early is refused; `wait=` makes it wait.
+        # The draft requires a conflict for concurrent retries; with `wait=` they wait instead.
         Case.TWO_AT_ONCE: (Sees.CONFLICT, Sees.VALUE),
         Case.CRASH: (Sees.CONFLICT, Sees.VALUE),
-        # A server error is no outcome: the client says how often it tries.
+        # A server error is not stored as an outcome: the client decides how often to retry.
         Case.FAILURES: (Sees.ERROR,),
-        # The client is told what has happened, and has no reason to ask again.
+        # The client gets the response, so it has no reason to retry.
         Case.DOWN_FOR_LONG: (Sees.VALUE,),
     }
     words: ClassVar = {
@@ -52,7 +52,7 @@ class Http(Entry):
 
         async def endpoint(request: Request) -> Response:
             value = await self.work(self.run_here((await request.body()).decode()))
-            # The application makes bytes of it, before the guard sees its response.
+            # The application serializes it before the middleware sees the response.
             return JSONResponse(list(value) if isinstance(value, Iterator) else value)
 
         app = Starlette(routes=[Route("/work", endpoint, methods=["POST"])])
@@ -76,8 +76,8 @@ class Http(Entry):
             case 500:
                 return Answer(Sees.ERROR)
             case 503:
-                nothing_done = "was not processed" in response.json()["detail"]
-                return Answer(Sees.DOWN if nothing_done else Sees.LOST)
+                not_processed = "was not processed" in response.json()["detail"]
+                return Answer(Sees.DOWN if not_processed else Sees.LOST)
             case _:
                 raise AssertionError(response)
 
@@ -85,7 +85,7 @@ class Http(Entry):
 class FastStream(Entry):
     name = "faststream"
     label = "FastStream"
-    # The broker is its sender, and is told nothing but whether the message may go.
+    # The broker is the sender; it learns only whether the message is acknowledged.
     sees: ClassVar = {
         Case.FAILURE: (Sees.AGAIN, Sees.VALUE),
         Case.FAILURES: (Sees.AGAIN, Sees.GIVEN_UP),
@@ -95,9 +95,9 @@ class FastStream(Entry):
     }
     words: ClassVar = {
         Sees.VALUE: "acknowledged",
-        Sees.AGAIN: "comes again",
-        Sees.GIVEN_UP: "handed to `given_up`, acknowledged",
-        Sees.REUSED: "handed to `given_up`, acknowledged",
+        Sees.AGAIN: "redelivered",
+        Sees.GIVEN_UP: "passed to `given_up`, acknowledged",
+        Sees.REUSED: "passed to `given_up`, acknowledged",
         Sees.DROPPED: "acknowledged, nothing published",
     }
 
@@ -109,7 +109,7 @@ class FastStream(Entry):
 
     async def open(self) -> None:
         guard = IdempotencyMiddleware(self.manager, key=by_header("event_id"), given_up=self._give_up)
-        # The first stands outermost: it sees what the guard returns to FastStream.
+        # The first middleware is the outermost: it sees what the guard returns to FastStream.
         broker = KafkaBroker(middlewares=[self._watching(), guard])
 
         @broker.subscriber("orders", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)
@@ -140,7 +140,7 @@ class FastStream(Entry):
 
     async def send(self, key: str, payload: str = "p") -> Answer:
         self._last, self._returned = None, _NOTHING
-        # In a task of its own, as a consumer's: what cancels the one must not reach the case.
+        # In a separate task, like a consumer's, so that a cancellation does not reach the test.
         await asyncio.create_task(self._broker.publish(payload, "orders", headers={"event_id": key}))
         if not await self.acknowledged():
             return Answer(Sees.AGAIN)

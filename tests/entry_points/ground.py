@@ -1,4 +1,4 @@
-"""What the cases stand on: a real Redis, a proxy before it for each process, a real Kafka where one is needed."""
+"""Set up the processes of a case: real Redis, a proxy for each process, and real Kafka if needed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ENTRIES: tuple[type[Entry], ...] = (
 
 FOLDER = Path(__file__).parents[2]
 LEASE = 60.0
-"""Seconds: longer than any case lasts."""
+"""In seconds; longer than any case lasts."""
 
 EntryT = TypeVar("EntryT", bound=Entry)
 
@@ -64,7 +64,7 @@ EntryT = TypeVar("EntryT", bound=Entry)
 async def opened(
     kind: type[EntryT], work: GatedWork, address: Address, place: str, kafka: Kafka | None, **config: Any
 ) -> AsyncIterator[tuple[EntryT, CountingObserver, FaultProxy]]:
-    """One process, with its own connection to the store."""
+    """Open one process with its own connection to the store."""
     settings = IdempotencyConfig(**{"processing_timeout_seconds": LEASE, "wait_timeout_seconds": LEASE, **config})
     observer = CountingObserver()
     async with FaultProxy(address) as proxy:
@@ -79,7 +79,7 @@ async def opened(
             proxy.heal()
             work.may_end.set()
             await entry.close()
-            await _where_it_works(kind, _close(manager, client))
+            await _on_its_loop(kind, _close(manager, client))
 
 
 async def _close(manager: IdempotencyManager, client: Redis) -> None:
@@ -87,7 +87,7 @@ async def _close(manager: IdempotencyManager, client: Redis) -> None:
     await client.aclose()
 
 
-async def _where_it_works(kind: type[Entry], closing: Any) -> None:
+async def _on_its_loop(kind: type[Entry], closing: Any) -> None:
     if kind.in_threads:
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(closing, own_loop()))
     else:
@@ -96,7 +96,7 @@ async def _where_it_works(kind: type[Entry], closing: Any) -> None:
 
 @dataclass(slots=True)
 class Opened:
-    """A process of a case, with what it counted and the way to its store."""
+    """A process of a case, with its observer and the proxy to its store."""
 
     entry: Entry
     observer: CountingObserver
@@ -104,7 +104,7 @@ class Opened:
 
 
 class Ground:
-    """Opens the processes of one case, and closes them all."""
+    """Opens the processes of one case and closes them all."""
 
     def __init__(self, address: Address, kafka: Kafka | None, crashes: Crashes, prefix: str) -> None:
         self._address = address
@@ -117,11 +117,11 @@ class Ground:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *told: object) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
     async def process(self, kind: type[Entry], work: GatedWork, *, place: str | None = None, **config: Any) -> Opened:
-        """One more process; in a place of its own unless one is given."""
+        """Open another process, by default in a new place."""
         where = place or self.new_place()
         opening = opened(kind, work, self._address, where, self._kafka, **config)
         return Opened(*await self._stack.enter_async_context(opening))
@@ -131,12 +131,12 @@ class Ground:
         return f"{self._prefix}{self._count}"
 
     async def crash(self, kind: type[Entry], key: str, place: str, lease: float) -> dict[str, Any]:
-        """A process of its own does the work of `key`, and is gone the moment its effect is there; its run."""
+        """Do the work of `key` in a separate process that dies after the effect, and return its run."""
         return await self._crashes.crash(kind, key, place, lease, self._address, self._kafka)
 
 
 class Crashes:
-    """A process that has imported everything, and forks those that are to die."""
+    """A process with all imports done, which forks the processes that crash."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -159,12 +159,12 @@ class Crashes:
             "kafka": kafka.bootstrap if kafka is not None else None,
             "effect": str(effect),
         }
-        status = await asyncio.to_thread(self._obeyed, json.dumps(order))
-        assert status == STATUS, f"the process that was to die ended with {status}"
+        status = await asyncio.to_thread(self._send_order, json.dumps(order))
+        assert status == STATUS, f"the crashing process exited with status {status}"
         run: dict[str, Any] = json.loads(effect.read_text())
         return run
 
-    def _obeyed(self, order: str) -> int:
+    def _send_order(self, order: str) -> int:
         if self._parent is None:
             command = [sys.executable, "-m", "tests.entry_points.crashing"]
             self._parent = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, cwd=FOLDER, text=True)
@@ -176,4 +176,4 @@ class Crashes:
 
 
 STATUS = 9
-"""Of a process that died as it was meant to."""
+"""Exit status of a process that crashed as intended."""

@@ -1,4 +1,4 @@
-"""Entries of loops over a real Kafka: the broker is their sender, and gives again what is not committed."""
+"""Entry points of consumer loops on real Kafka: the broker is the sender and redelivers uncommitted messages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class KafkaLoop(Entry):
     needs_kafka = True
     kind: ClassVar[type[Loop]]
     words: ClassVar = {
-        Sees.GIVEN_UP: "handed to `given_up`, committed",
-        Sees.REUSED: "handed to `given_up`, committed",
+        Sees.GIVEN_UP: "passed to `given_up`, committed",
+        Sees.REUSED: "passed to `given_up`, committed",
         Sees.DROPPED: "`ResultDroppedError`, committed",
         Sees.VALUE: "the value, committed",
     }
@@ -39,17 +39,17 @@ class KafkaLoop(Entry):
         await self._loop.stop()
 
     async def send(self, key: str, payload: str = "p") -> Answer:
-        self._last += 1  # before it is there: it may be done before we hear of it
+        self._last += 1  # before publishing: the message may be processed before `put` returns
         assert await self._topic.put((key, payload)) == self._last
         return await self._next()
 
-    async def again(self, key: str, payload: str = "p") -> Answer:
+    async def retry(self, key: str, payload: str = "p") -> Answer:
         if self._loop.over:
             await self.open()
         return await self._next()
 
     async def _next(self) -> Answer:
-        """The end of the next delivery."""
+        """Return the answer to the next delivery."""
         await eventually(lambda: len(self._loop.ends) > self._read or self._loop.over)
         if len(self._loop.ends) == self._read:
             return Answer(Sees.CANCELLED)
@@ -73,13 +73,13 @@ def _answer_to(end: End) -> Answer:
 
 class Aiokafka(KafkaLoop):
     name = "aiokafka"
-    label = "a loop of aiokafka"
+    label = "aiokafka loop"
     kind = AiokafkaLoop
 
 
 class Confluent(KafkaLoop):
     name = "confluent"
-    label = "a loop of confluent-kafka"
+    label = "confluent-kafka loop"
     kind = ConfluentLoop
     in_threads = True
     words: ClassVar[Any] = {**KafkaLoop.words, Sees.CANCELLED: "`KeyboardInterrupt`"}

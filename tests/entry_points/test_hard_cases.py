@@ -1,4 +1,4 @@
-"""What goes wrong, written once, and run over every way into the guard: `test_two_at_once[faststream]`."""
+"""Hard cases, written once and run on every entry point: `test_concurrent_duplicate[faststream]`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.gated import GatedWork
 from tests.support.redis import RedisServer
 
 SHORT = 1.0
-"""Seconds of a lease that is to end."""
+"""Lease in seconds that expires during the test."""
 
 MAX_ATTEMPTS = 2
 
@@ -54,12 +54,12 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _finish(entry: Entry, first: Answer, key: str = "k", payload: str = "p") -> list[Answer]:
-    """Try again until it is over; all answers."""
+    """Retry until an answer is final, and return all answers."""
     answers = [first]
     async with asyncio.timeout(30):
         while not answers[-1].final:
             await asyncio.sleep(0.02)
-            answers.append(await entry.again(key, payload))
+            answers.append(await entry.retry(key, payload))
     return answers
 
 
@@ -68,7 +68,7 @@ async def _settled(entry: Entry, key: str = "k", payload: str = "p") -> list[Ans
 
 
 def _as_declared(answers: list[Answer], expected: Seen) -> bool:
-    """Whether that was seen.  On a busy machine a short lease may be over before the first look: no conflict then."""
+    """Return whether the answers are as expected; on a busy machine a short lease may end before any conflict."""
     return seen(answers) in (expected, tuple(sees for sees in expected if sees is not Sees.CONFLICT))
 
 
@@ -76,14 +76,14 @@ def _values(*answers: Answer) -> list[Any]:
     return [answer.value for answer in answers if answer.sees is Sees.VALUE]
 
 
-async def test_two_at_once(kind: type[Entry], ground: Ground) -> None:
+async def test_concurrent_duplicate(kind: type[Entry], ground: Ground) -> None:
     work = GatedWork("the first's", "another", held=True)
     first, second = await ground.process(kind, work), await ground.process(kind, work)
 
     one = asyncio.create_task(_settled(first.entry))
     await eventually(lambda: work.runs)
     answers: list[Answer] = []
-    two = asyncio.create_task(_told(second, answers))
+    two = asyncio.create_task(_send_and_finish(second, answers))
     await eventually(lambda: answers or second.observer.counts[Signal.CACHE_HIT])
     assert not await first.entry.acknowledged()
     assert not await second.entry.acknowledged()
@@ -95,7 +95,7 @@ async def test_two_at_once(kind: type[Entry], ground: Ground) -> None:
     assert len(work.runs) == 1
 
 
-async def _told(opened: Opened, answers: list[Answer]) -> list[Answer]:
+async def _send_and_finish(opened: Opened, answers: list[Answer]) -> list[Answer]:
     answers.append(await opened.entry.send("k"))
     return await _finish(opened.entry, answers[0])
 
@@ -104,21 +104,21 @@ async def test_crash_after_the_effect(kind: type[Entry], ground: Ground) -> None
     place = ground.new_place()
     crashed = await ground.crash(kind, "k", place, SHORT)
 
-    heir = await ground.process(kind, GatedWork("the heir's"), place=place)
-    answers = await _finish(heir.entry, await heir.entry.again("k"))
+    successor = await ground.process(kind, GatedWork("the successor's"), place=place)
+    answers = await _finish(successor.entry, await successor.entry.retry("k"))
 
     assert _as_declared(answers, kind.expected(Case.CRASH)), answers
     assert crashed["attempt"] == 1
-    assert heir.entry.work.attempts == ([2] if kind.repeats else [])
-    assert all(run.fence > crashed["fence"] for run in heir.entry.work.runs)
-    assert _values(*answers) == (["the heir's"] if kind.repeats else [])
+    assert successor.entry.work.attempts == ([2] if kind.repeats else [])
+    assert all(run.fence > crashed["fence"] for run in successor.entry.work.runs)
+    assert _values(*answers) == (["the successor's"] if kind.repeats else [])
 
 
 async def test_failure(kind: type[Entry], ground: Ground) -> None:
     work = GatedWork(OSError("no"), "done")
-    here = await ground.process(kind, work)
+    process = await ground.process(kind, work)
 
-    answers = await _settled(here.entry)
+    answers = await _settled(process.entry)
 
     assert seen(answers) == kind.expected(Case.FAILURE)
     assert work.attempts == ([1, 2] if kind.repeats else [1])
@@ -127,30 +127,30 @@ async def test_failure(kind: type[Entry], ground: Ground) -> None:
 
 async def test_failures_without_end(kind: type[Entry], ground: Ground) -> None:
     work = GatedWork(OSError("no"))
-    here = await ground.process(kind, work, max_attempts=MAX_ATTEMPTS)
+    process = await ground.process(kind, work, max_attempts=MAX_ATTEMPTS)
     gives_up = Sees.GIVEN_UP in kind.expected(Case.FAILURES)
 
-    answers = [await here.entry.send("k")]
+    answers = [await process.entry.send("k")]
     while not answers[-1].final and len(answers) < 2 * MAX_ATTEMPTS:
-        answers.append(await here.entry.again("k"))
+        answers.append(await process.entry.retry("k"))
 
     assert seen(answers) == kind.expected(Case.FAILURES)
     most = MAX_ATTEMPTS if gives_up else 2 * MAX_ATTEMPTS
     assert work.attempts == list(range(1, 1 + (most if kind.repeats else 1)))
     if gives_up:
-        assert (await here.entry.send("k")).sees is Sees.GIVEN_UP
+        assert (await process.entry.send("k")).sees is Sees.GIVEN_UP
         assert len(work.runs) == (MAX_ATTEMPTS if kind.repeats else 1)
 
 
 async def test_zombie(kind: type[Entry], ground: Ground) -> None:
     stalled = GatedWork("the zombie's", held=True, stubborn=True)
     zombie = await ground.process(kind, stalled, processing_timeout_seconds=SHORT)
-    heir = await ground.process(kind, GatedWork("the heir's"))
+    successor = await ground.process(kind, GatedWork("the successor's"))
 
     one = asyncio.create_task(zombie.entry.send("k"))
     await eventually(lambda: stalled.runs)
     zombie.store.put(Stall())
-    taken_over = await _settled(heir.entry)
+    taken_over = await _settled(successor.entry)
     zombie.store.heal()
     stalled.may_end.set()
     first = await one
@@ -158,35 +158,35 @@ async def test_zombie(kind: type[Entry], ground: Ground) -> None:
     answers = await _finish(zombie.entry, first)
 
     assert seen(answers) == kind.expected(Case.ZOMBIE)
-    assert _values(*taken_over, *answers) == (["the heir's"] * 2 if kind.repeats else [])
-    assert (len(stalled.runs), heir.entry.work.attempts) == (1, [2] if kind.repeats else [])
-    assert all(run.fence > stalled.runs[0].fence for run in heir.entry.work.runs)
+    assert _values(*taken_over, *answers) == (["the successor's"] * 2 if kind.repeats else [])
+    assert (len(stalled.runs), successor.entry.work.attempts) == (1, [2] if kind.repeats else [])
+    assert all(run.fence > stalled.runs[0].fence for run in successor.entry.work.runs)
 
 
 async def test_other_payload(kind: type[Entry], ground: Ground) -> None:
-    here = await ground.process(kind, GatedWork("of one", "of two"))
+    process = await ground.process(kind, GatedWork("of one", "of two"))
 
-    first = await here.entry.send("k", "one")
-    answers = await _settled(here.entry, "k", "two")
-    again = await here.entry.send("k", "one")
+    first = await process.entry.send("k", "one")
+    answers = await _settled(process.entry, "k", "two")
+    again = await process.entry.send("k", "one")
 
     assert seen(answers) == kind.expected(Case.OTHER_PAYLOAD)
     assert _values(first, again) == ["of one", "of one"]
-    assert [run.payload for run in here.entry.work.runs] == ["one"]
+    assert [run.payload for run in process.entry.work.runs] == ["one"]
 
 
 async def test_store_down_before(kind: type[Entry], ground: Ground) -> None:
-    here = await ground.process(kind, GatedWork())
-    _cut_off(here)
+    process = await ground.process(kind, GatedWork())
+    _cut_off(process)
 
-    first = await here.entry.send("k")
-    assert not here.entry.work.runs
-    assert not await here.entry.acknowledged()
-    here.store.heal()
-    answers = await _finish(here.entry, first)
+    first = await process.entry.send("k")
+    assert not process.entry.work.runs
+    assert not await process.entry.acknowledged()
+    process.store.heal()
+    answers = await _finish(process.entry, first)
 
     assert seen(answers) == kind.expected(Case.DOWN_BEFORE)
-    assert here.entry.work.attempts == [1]
+    assert process.entry.work.attempts == [1]
     assert _values(*answers) == ["done"]
 
 
@@ -197,91 +197,91 @@ def _cut_off(process: Opened) -> None:
 
 async def test_store_down_after_the_effect_for_a_moment(kind: type[Entry], ground: Ground) -> None:
     work = GatedWork(held=True)
-    here = await ground.process(kind, work)
+    process = await ground.process(kind, work)
     answers: list[Answer] = []
 
-    one = asyncio.create_task(_told(here, answers))
+    one = asyncio.create_task(_send_and_finish(process, answers))
     await eventually(lambda: work.runs)
-    _cut_off(here)
+    _cut_off(process)
     work.may_end.set()
-    await eventually(lambda: here.observer.counts[Signal.STORE_ERROR] or answers)
-    assert not await here.entry.acknowledged()
-    here.store.heal()
+    await eventually(lambda: process.observer.counts[Signal.STORE_ERROR] or answers)
+    assert not await process.entry.acknowledged()
+    process.store.heal()
 
     assert seen(await one) == kind.expected(Case.DOWN_AFTER)
-    assert _values(*await one, await here.entry.send("k")) == ["done", "done"]
+    assert _values(*await one, await process.entry.send("k")) == ["done", "done"]
     assert work.attempts == [1]
 
 
 async def test_store_down_after_the_effect_beyond_the_lease(kind: type[Entry], ground: Ground) -> None:
     work = GatedWork("first", "second", held=True)
-    here = await ground.process(kind, work, processing_timeout_seconds=SHORT)
+    process = await ground.process(kind, work, processing_timeout_seconds=SHORT)
 
-    one = asyncio.create_task(here.entry.send("k"))
+    one = asyncio.create_task(process.entry.send("k"))
     await eventually(lambda: work.runs)
-    _cut_off(here)
+    _cut_off(process)
     work.may_end.set()
     first = await one
-    assert not await here.entry.acknowledged()
-    here.store.heal()
-    answers = await _finish(here.entry, first)
+    assert not await process.entry.acknowledged()
+    process.store.heal()
+    answers = await _finish(process.entry, first)
 
     assert _as_declared(answers, kind.expected(Case.DOWN_FOR_LONG)), answers
-    # What was done, and could not be remembered, is done again, if it is asked for again.
-    given_back = first.sees in {Sees.UNSTORED, Sees.LOST, Sees.AGAIN}
-    assert work.attempts == ([1, 2] if given_back and kind.repeats else [1])
+    # Work whose outcome could not be stored is repeated on a retry.
+    retried = first.sees in {Sees.UNSTORED, Sees.LOST, Sees.AGAIN}
+    assert work.attempts == ([1, 2] if retried and kind.repeats else [1])
 
 
 async def test_result_too_large(kind: type[Entry], ground: Ground) -> None:
     large = "x" * 200
-    here = await ground.process(kind, GatedWork(large), max_result_size_bytes=100)
+    process = await ground.process(kind, GatedWork(large), max_result_size_bytes=100)
 
-    first = await here.entry.send("k")
-    duplicate = await _settled(here.entry)
+    first = await process.entry.send("k")
+    duplicate = await _settled(process.entry)
 
     assert _values(first) == [large]
     assert seen(duplicate) == kind.expected(Case.TOO_LARGE)
-    assert len(here.entry.work.runs) == 1
+    assert len(process.entry.work.runs) == 1
 
 
 async def test_falsy_results(kind: type[Entry], ground: Ground) -> None:
-    here = await ground.process(kind, GatedWork(*FALSY))
+    process = await ground.process(kind, GatedWork(*FALSY))
 
-    firsts = [await here.entry.send(f"k{number}") for number in range(len(FALSY))]
-    duplicates = [await here.entry.send(f"k{number}") for number in range(len(FALSY))]
+    firsts = [await process.entry.send(f"k{number}") for number in range(len(FALSY))]
+    duplicates = [await process.entry.send(f"k{number}") for number in range(len(FALSY))]
 
     assert seen(firsts) == seen(duplicates) == kind.expected(Case.FALSY)
     for value, first, duplicate in zip(FALSY, firsts, duplicates, strict=True):
         assert first.value == duplicate.value == value
         assert type(first.value) is type(duplicate.value) is type(value)
-    assert len(here.entry.work.runs) == len(FALSY)
+    assert len(process.entry.work.runs) == len(FALSY)
 
 
 async def test_returned_iterator(kind: type[Entry], ground: Ground) -> None:
-    here = await ground.process(kind, GatedWork(lambda _: map(str.upper, ["a", "b"])))
+    process = await ground.process(kind, GatedWork(lambda _: map(str.upper, ["a", "b"])))
 
-    answers = [await here.entry.send("k"), await here.entry.send("k")]
+    answers = [await process.entry.send("k"), await process.entry.send("k")]
 
     assert seen(answers) == kind.expected(Case.ITERATOR)
     assert all(value == ["A", "B"] for value in _values(*answers))
-    assert len(here.entry.work.runs) == 1
+    assert len(process.entry.work.runs) == 1
 
 
 async def test_cancellation(kind: type[Entry], ground: Ground) -> None:
     work = GatedWork("done", held=True)
-    here = await ground.process(kind, work, processing_timeout_seconds=kind.cancel_lease)
+    process = await ground.process(kind, work, processing_timeout_seconds=kind.cancel_lease)
 
-    sending = asyncio.create_task(here.entry.send("k"))
+    sending = asyncio.create_task(process.entry.send("k"))
     await eventually(lambda: work.runs)
-    await here.entry.cancel(sending)
+    await process.entry.cancel(sending)
     try:
         first = await sending
     except asyncio.CancelledError:
         first = Answer(Sees.CANCELLED)
     assert work.finished == 0
-    assert not await here.entry.acknowledged()
+    assert not await process.entry.acknowledged()
     work.may_end.set()
-    answers = await _finish(here.entry, first)
+    answers = await _finish(process.entry, first)
 
     assert _as_declared(answers, kind.expected(Case.CANCELLED)), answers
     assert work.attempts == ([1, 2] if kind.repeats else [1])

@@ -1,4 +1,4 @@
-"""Whoever takes many records at once and commits by himself: with the batch verbs, on a real Kafka and a real Redis."""
+"""A custom consumer loop with `acquire_batch` and its own commits, on real Kafka and real Redis."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tests.support.kafka.broker import Kafka
 pytestmark = pytest.mark.kafka
 
 FLAKY: Final = {0: 2, 1: 4}
-"""By partition: the offset of a record whose first run fails."""
+"""The offset, by partition, of a record whose first run fails."""
 EACH: Final = 6
-"""Records of a partition, the last of them a copy of the first."""
+"""Number of records per partition; the last is a duplicate of the first."""
 PATIENCE: Final = 90.0
 
 
 @dataclass
 class Loop:
-    """A topic, the loop that consumes it in processes of its own, and what it has done."""
+    """A topic, the processes that consume it, and the journal of their effects."""
 
     kafka: Kafka
     topic: str
@@ -42,9 +42,9 @@ class Loop:
 
     @asynccontextmanager
     async def process(self, place: str = "") -> AsyncIterator[Process]:
-        """One that dies at `place`, or is killed at the end of the block."""
-        told = [self.kafka.bootstrap, self.topic, self.topic, self.redis_url, str(self.journal), place]
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.support.batch_loop", *told)
+        """Start a process that dies at `place`, or is killed at the end of the block."""
+        arguments = [self.kafka.bootstrap, self.topic, self.topic, self.redis_url, str(self.journal), place]
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.support.batch_loop", *arguments)
         try:
             yield process
         finally:
@@ -67,7 +67,7 @@ class Loop:
 
     @property
     def effects(self) -> dict[str, list[int]]:
-        """By event: the attempts that have had their effect."""
+        """The attempts that had an effect, by event."""
         found: defaultdict[str, list[int]] = defaultdict(list)
         for line in self.journal.read_text().splitlines() if self.journal.exists() else ():
             event, attempt = line.split()
@@ -75,15 +75,17 @@ class Loop:
         return dict(found)
 
     async def committed(self) -> dict[int, int]:
-        """By partition what the group has committed."""
-        told = await self.admin.list_consumer_group_offsets(self.topic, BROKER)
+        """Return the committed offsets of the group, by partition."""
+        offsets = await self.admin.list_consumer_group_offsets(self.topic, BROKER)
         return {
-            partition: told[at].offset for partition in FLAKY if (at := TopicPartition(self.topic, partition)) in told
+            partition: offsets[at].offset
+            for partition in FLAKY
+            if (at := TopicPartition(self.topic, partition)) in offsets
         }
 
     async def all_committed(self) -> None:
         async with asyncio.timeout(PATIENCE):
-            while await self.committed() != dict.fromkeys(FLAKY, EACH):  # noqa: ASYNC110  # the broker tells nobody
+            while await self.committed() != dict.fromkeys(FLAKY, EACH):  # noqa: ASYNC110  # the broker sends no notification
                 await asyncio.sleep(0.2)
 
 
@@ -91,7 +93,7 @@ EVENTS: Final = [f"{partition}-{offset}" for partition in FLAKY for offset in ra
 
 
 async def _killed(loop: Loop, place: str) -> tuple[dict[str, list[int]], dict[int, int]]:
-    """One process dies at `place`; another one does the rest.  What was done and committed in between."""
+    """Let one process die at `place` and another finish; return the effects and commits in between."""
     await loop.kafka.create_topics({loop.topic: len(FLAKY)})
     await loop.fill()
     async with loop.process(place) as first, asyncio.timeout(PATIENCE):
@@ -103,25 +105,25 @@ async def _killed(loop: Loop, place: str) -> tuple[dict[str, list[int]], dict[in
 
 
 @pytest.mark.timeout(240)
-async def test_a_loop_of_batches_commits_what_is_settled_and_survives_a_death_anywhere(
+async def test_a_batch_loop_commits_settled_records_and_survives_a_crash_at_any_point(
     kafka: Kafka, topic_prefix: str, redis_url: str, tmp_path: Path
 ) -> None:
     admin: Any = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
     await admin.start()
     loops = [Loop(kafka, f"{topic_prefix}{n}", redis_url, tmp_path / f"{n}", admin) for n in range(len(PLACES))]
 
-    stories = await asyncio.gather(*map(_killed, loops, PLACES))
+    observed = await asyncio.gather(*map(_killed, loops, PLACES))
     await admin.close()
 
-    for place, loop, (before, committed) in zip(PLACES, loops, stories, strict=True):
+    for place, loop, (before, committed) in zip(PLACES, loops, observed, strict=True):
         after = loop.effects
         assert sorted(after) == sorted(EVENTS), place
         confirmed = place in ("before committing", "behind the commit")
-        for event in before:  # with its completion lost it is done once more, and knows it
+        for event in before:  # without a stored completion it runs again, as attempt 2
             assert after[event] in ([[1]] if confirmed else [[1, 2]]), (place, event)
         for partition, offset in committed.items():
             assert place == "behind the commit"
-            assert offset == FLAKY[partition], "a commit says that all before it is done"
+            assert offset == FLAKY[partition], "committed beyond an unfinished record"
         flaky = [after[f"{partition}-{offset}"] for partition, offset in FLAKY.items()]
         assert all(attempts[0] > 1 and len(attempts) == 1 for attempts in flaky), place
-    assert stories[-1][1]
+    assert observed[-1][1]

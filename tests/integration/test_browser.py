@@ -1,4 +1,4 @@
-"""The browser of the tests shows pages, tells their mistakes, reaches nobody else, and leaves nothing behind."""
+"""The browser for tests renders pages, reports their errors, has no network, and leaves no processes or files."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ PAGE = """<!doctype html><html lang="en"><title>A page</title><link rel="icon" h
 
 
 def page(folder: Path, more: str = "") -> Path:
-    """A page of 2000 pixels with `more` in it."""
+    """Write a page 2000 pixels high that contains `more`."""
     file = folder / "page.html"
     file.write_text(PAGE % more)
     return file
 
 
 def size(image: Path) -> tuple[int, int]:
-    """Of a PNG file, by its header."""
+    """Return the size of a PNG file from its header."""
     width, height = struct.unpack(">II", image.read_bytes()[16:24])
     return width, height
 
 
-def test_a_page_is_drawn_as_narrow_and_as_long_as_it_is(browser: Browser, tmp_path: Path) -> None:
+def test_a_screenshot_has_the_requested_width_and_the_height_of_the_page(browser: Browser, tmp_path: Path) -> None:
     browser.open(page(tmp_path))
 
     browser.screenshot(tmp_path / "whole.png", width=400)
@@ -41,7 +41,7 @@ def test_a_page_is_drawn_as_narrow_and_as_long_as_it_is(browser: Browser, tmp_pa
     assert browser.errors() == []
 
 
-def test_a_mistake_of_a_page_is_told_once(browser: Browser, tmp_path: Path) -> None:
+def test_an_error_on_a_page_is_reported_once(browser: Browser, tmp_path: Path) -> None:
     browser.open(page(tmp_path, "<script>nobody.knows()</script>"))
 
     (error,) = browser.errors()
@@ -49,7 +49,7 @@ def test_a_mistake_of_a_page_is_told_once(browser: Browser, tmp_path: Path) -> N
     assert browser.errors() == []
 
 
-def test_nobody_but_this_machine_is_reached(browser: Browser, tmp_path: Path) -> None:
+def test_the_browser_has_no_access_to_other_hosts(browser: Browser, tmp_path: Path) -> None:
     browser.open(page(tmp_path, '<img src="http://elsewhere.example/image.png" alt="">'))
 
     assert browser.requests() == [(tmp_path / "page.html").as_uri(), "http://elsewhere.example/image.png"]
@@ -57,7 +57,7 @@ def test_nobody_but_this_machine_is_reached(browser: Browser, tmp_path: Path) ->
     assert "ERR_NAME_NOT_RESOLVED" in error
 
 
-def test_colours_are_those_that_its_user_likes(browser: Browser, tmp_path: Path) -> None:
+def test_the_preferred_color_scheme_is_applied(browser: Browser, tmp_path: Path) -> None:
     browser.open(page(tmp_path))
     light = browser.script("return getComputedStyle(document.body).color")
 
@@ -67,7 +67,7 @@ def test_colours_are_those_that_its_user_likes(browser: Browser, tmp_path: Path)
 
 
 @pytest.mark.skipif(bool(missing_programs()), reason=missing_programs())
-def test_nothing_is_left_of_a_browser_that_was_stopped() -> None:
+def test_a_stopped_browser_leaves_no_processes_or_files() -> None:
     with Browser() as browser:
         driver = psutil.Process(browser.driver.service.process.pid)
         processes = [driver, *driver.children(recursive=True)]

@@ -1,4 +1,4 @@
-"""Every compression codec of Kafka, written by librdkafka and read by a worker as it is installed."""
+"""Every compression codec of Kafka, written by librdkafka and read by an installed worker."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.workers import OrderPlaced, open_shop, orders
 pytestmark = pytest.mark.kafka
 
 CODECS = ["none", "gzip", "snappy", "lz4", "zstd"]
-"""By their numbers in the attributes of a batch."""
+"""Codecs in the order of their numbers in the attributes of a batch."""
 
 
 @pytest.fixture
 def codecs_read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The codecs of the batches that consumers of this process have fetched."""
+    """Record the codecs of the batches that consumers in this process fetch."""
     found = set[str]()
 
     def read(data: bytes) -> Any:
@@ -50,7 +50,7 @@ def send(bootstrap: str, topic: str, codec: str, events: list[OrderPlaced]) -> N
 
 
 @pytest.mark.parametrize("codec", CODECS)
-async def test_a_worker_reads_every_codec_of_another_client(
+async def test_a_worker_reads_every_codec_written_by_another_client(
     kafka: Kafka, topic_prefix: str, redis_url: str, codec: str, codecs_read: set[str]
 ) -> None:
     async with open_shop(kafka, topic_prefix, redis_url) as shop:

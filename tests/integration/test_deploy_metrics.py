@@ -1,4 +1,4 @@
-"""Dashboard, alerts and scaling ask for what a real worker tells, and a real Prometheus answers all of it."""
+"""Dashboard, alerts and autoscaling query metrics of a real worker, and a real Prometheus evaluates them all."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ADAPTER = yaml.safe_load(
     (ROOT / "deploy/kubernetes/components/hpa/prometheus-adapter.yaml").read_text(encoding="utf-8")
 )
 
-OF_PROMETHEUS = {"up": {"job", "instance"}, "ALERTS": {"alertname", "alertstate", "service"}}
-"""What Prometheus tells by itself."""
-OF_THE_TARGET = {"job", "instance", "namespace"}
-"""Labels that Prometheus adds to what a worker tells; the namespace on Kubernetes alone."""
+BUILT_IN = {"up": {"job", "instance"}, "ALERTS": {"alertname", "alertstate", "service"}}
+"""Metrics that Prometheus itself provides."""
+TARGET_LABELS = {"job", "instance", "namespace"}
+"""Labels that Prometheus adds to the metrics of a worker; the namespace only on Kubernetes."""
 NOT_DRAWN = re.compile(r"process_|python_")
-"""What the client library tells of any Python process: memory and garbage are on everybody's dashboards already."""
+"""Metrics of every Python process, such as memory and garbage collection, which other dashboards show."""
 
 SETTINGS = """
 [store]
@@ -62,15 +62,15 @@ class Worker:
     """A running platform on embedded servers."""
 
     address: str
-    """host:port of /metrics."""
+    """The `host:port` of /metrics."""
     brokers: str
 
     def page(self) -> str:
-        """What a scrape gets."""
+        """Return the response to a scrape."""
         return httpx.get(f"http://{self.address}/metrics").raise_for_status().text
 
     def families(self) -> dict[str, set[str]]:
-        """The labels of each metric, as samples are called."""
+        """Return the labels of each metric, by sample name."""
         found: dict[str, set[str]] = {}
         for family in text_string_to_metric_families(self.page()):
             for sample in family.samples:
@@ -78,7 +78,7 @@ class Worker:
         return found
 
     def counted(self, name: str, **labels: str) -> float:
-        """The sum over the series with these labels."""
+        """Return the sum over the series with these labels."""
         samples = [sample for family in text_string_to_metric_families(self.page()) for sample in family.samples]
         return sum(
             sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items()
@@ -87,7 +87,7 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """All four services in one process."""
+    """Run all four services in one process."""
     folder = tmp_path_factory.mktemp("platform")
     settings = folder / "settings.toml"
     settings.write_text(SETTINGS.format(folder=folder), encoding="utf-8")
@@ -103,8 +103,8 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 
 @pytest.fixture(scope="module")
-def watching(worker: Worker) -> Iterator[Prometheus | None]:
-    """A Prometheus that has scraped the worker while it had nothing to do; `None` where there is none to be had."""
+def idle_prometheus(worker: Worker) -> Iterator[Prometheus | None]:
+    """Return a Prometheus that has scraped the idle worker, or `None` if Prometheus is not installed."""
     if missing_program("prometheus"):
         yield None
         return
@@ -114,20 +114,23 @@ def watching(worker: Worker) -> Iterator[Prometheus | None]:
 
 
 @pytest.fixture(scope="module")
-def busy_worker(worker: Worker, watching: Prometheus | None) -> Worker:
-    """The worker after a few executions, each asked for twice, and a message that is none."""
+def busy_worker(worker: Worker, idle_prometheus: Prometheus | None) -> Worker:
+    """Return the worker after a few executions, each requested twice, and an undecodable message."""
     asyncio.run(_publish(worker.brokers))
     wait_until(lambda: all(_done(worker).values()), state=lambda: _done(worker))
     return worker
 
 
 @pytest.fixture(scope="module")
-def prometheus(busy_worker: Worker, watching: Prometheus | None) -> Prometheus:
-    """It has scraped the worker before and after that."""
-    if watching is None:
+def prometheus(busy_worker: Worker, idle_prometheus: Prometheus | None) -> Prometheus:
+    """Return a Prometheus that has scraped the worker before and after the executions."""
+    if idle_prometheus is None:
         pytest.skip(missing_program("prometheus"))
-    wait_until(lambda: watching.query("increase(idempotency_dead_letters_total[1m]) > 0"), state=lambda: watching.log)
-    return watching
+    wait_until(
+        lambda: idle_prometheus.query("increase(idempotency_dead_letters_total[1m]) > 0"),
+        state=lambda: idle_prometheus.log,
+    )
+    return idle_prometheus
 
 
 async def _publish(brokers: str) -> None:
@@ -154,18 +157,18 @@ def _done(worker: Worker) -> dict[str, bool]:
 
 
 def expressions() -> Mapping[str, tuple[str, str]]:
-    """Every expression that is shipped, with the text that is shown beside it."""
+    """Return every expression in deploy/, with the text shown next to it."""
     found = {f"panel {panel['title']} {target['refId']}": (filled(target["expr"]), target["legendFormat"])
              for panel in panels(DASHBOARD) for target in panel["targets"]}  # fmt: skip
     for variable in DASHBOARD["templating"]["list"][1:]:
-        asked = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
-        assert asked is not None
-        found[f"variable {variable['name']}"] = (filled(asked[1]), f"{{{{{asked[2]}}}}}")
+        match = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
+        assert match is not None
+        found[f"variable {variable['name']}"] = (filled(match[1]), f"{{{{{match[2]}}}}}")
     for annotation in DASHBOARD["annotations"]["list"]:
         found[f"annotation {annotation['name']}"] = (filled(annotation["expr"]), annotation["titleFormat"])
     for rule in RULES:
-        told = " ".join(rule.get("annotations", {}).values())
-        found[f"rule {rule.get('alert') or rule['record']}"] = (rule["expr"], told)
+        text = " ".join(rule.get("annotations", {}).values())
+        found[f"rule {rule.get('alert') or rule['record']}"] = (rule["expr"], text)
     for rule in ADAPTER["rules"]["external"]:
         matchers = 'namespace="integr8s", service="coordinator"'
         query = rule["metricsQuery"].replace("<<.Series>>", rule["name"]["as"]).replace("<<.LabelMatchers>>", matchers)
@@ -177,28 +180,28 @@ EXPRESSIONS = expressions()
 
 
 def test_every_query_has_data_from_a_worker(busy_worker: Worker) -> None:
-    told = busy_worker.families() | OF_PROMETHEUS
+    exposed = busy_worker.families() | BUILT_IN
     recorded = {rule["record"]: named(rule["expr"]).metrics for rule in RULES if "record" in rule}
 
     for name, (expression, shown) in EXPRESSIONS.items():
-        asked = named(expression)
-        metrics = asked.metrics.union(*(recorded[each] for each in asked.recorded))
-        assert metrics, f"{name} asks for no metric"
-        assert metrics - told.keys() == set(), name
+        query = named(expression)
+        metrics = query.metrics.union(*(recorded[each] for each in query.recorded))
+        assert metrics, f"{name} uses no metric"
+        assert metrics - exposed.keys() == set(), name
         for metric in metrics:
-            assert (asked.labels | labels_shown(shown)) - told[metric] - OF_THE_TARGET == set(), (name, metric)
+            assert (query.labels | labels_shown(shown)) - exposed[metric] - TARGET_LABELS == set(), (name, metric)
 
 
-def test_the_dashboard_shows_whatever_a_worker_tells(busy_worker: Worker) -> None:
-    drawn = {metric for name, (asked, _) in EXPRESSIONS.items() if name.startswith("panel ")
-             for metric in named(asked).metrics}  # fmt: skip
-    parts = re.compile(r"_(created|sum|count)$")  # of what is drawn by another part of it
-    told = {name for name in busy_worker.families() if not NOT_DRAWN.match(name) and not parts.search(name)}
+def test_the_dashboard_shows_every_metric_of_a_worker(busy_worker: Worker) -> None:
+    drawn = {metric for name, (query, _) in EXPRESSIONS.items() if name.startswith("panel ")
+             for metric in named(query).metrics}  # fmt: skip
+    parts = re.compile(r"_(created|sum|count)$")  # parts of metrics that are drawn by another part
+    exposed = {name for name in busy_worker.families() if not NOT_DRAWN.match(name) and not parts.search(name)}
 
-    assert told - drawn == set()
+    assert exposed - drawn == set()
 
 
-def test_promtool_reads_every_query_of_the_dashboard(tmp_path: Path) -> None:
+def test_promtool_accepts_every_query_of_the_dashboard(tmp_path: Path) -> None:
     if why := missing_program("promtool"):
         pytest.skip(why)
     rules = [
@@ -211,7 +214,7 @@ def test_promtool_reads_every_query_of_the_dashboard(tmp_path: Path) -> None:
     check_rules(file)
 
 
-def test_prometheus_scrapes_the_worker_and_takes_the_rules(prometheus: Prometheus) -> None:
+def test_prometheus_scrapes_the_worker_and_loads_the_rules(prometheus: Prometheus) -> None:
     targets = prometheus.ask("targets")["activeTargets"]
     rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
 
@@ -220,7 +223,7 @@ def test_prometheus_scrapes_the_worker_and_takes_the_rules(prometheus: Prometheu
     assert [(rule["name"], rule["lastError"]) for rule in rules if rule["health"] == "err"] == []
 
 
-def test_prometheus_answers_every_question_and_every_panel_has_something_to_show(prometheus: Prometheus) -> None:
+def test_prometheus_evaluates_every_query_and_every_panel_has_data(prometheus: Prometheus) -> None:
     answers = {name: prometheus.query(expression) for name, (expression, _) in EXPRESSIONS.items()}
 
     assert [name for name, series in answers.items() if name.startswith("panel ") and not series] == []
@@ -232,7 +235,7 @@ def test_the_adapters_metric_is_the_lag_of_one_service(prometheus: Prometheus) -
     assert [series["metric"] for series in answer] == [{"service": "coordinator"}]
 
 
-def test_a_dead_letter_and_nothing_else_fires_an_alert_that_says_what_to_do(prometheus: Prometheus) -> None:
+def test_only_dead_letters_fire_an_alert_with_a_summary(prometheus: Prometheus) -> None:
     def firing() -> list[dict[str, Any]]:
         return [alert for alert in prometheus.ask("alerts")["alerts"] if alert["state"] == "firing"]
 
@@ -246,10 +249,8 @@ def test_a_dead_letter_and_nothing_else_fires_an_alert_that_says_what_to_do(prom
     assert by_service["coordinator"]["annotations"]["summary"] == "coordinator dead-letters messages: malformed."
 
 
-def test_a_browser_shows_every_panel_beside_the_others(
-    prometheus: Prometheus, browser: Browser, tmp_path: Path
-) -> None:
-    """Of our own preview: there is no Grafana here."""
+def test_a_browser_shows_all_panels_without_overlap(prometheus: Prometheus, browser: Browser, tmp_path: Path) -> None:
+    """Uses the preview of the dashboard instead of Grafana."""
     file = tmp_path / "dashboard.html"
     file.write_text(page(DASHBOARD, prometheus), encoding="utf-8")
 

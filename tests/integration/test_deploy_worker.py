@@ -1,4 +1,4 @@
-"""A worker as a pod would run it: the image's files, a Deployment's arguments, the ConfigMap's settings."""
+"""A worker run like a pod: the files of the image, the arguments of a Deployment, the settings of the ConfigMap."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.support.processes import ServiceProcess
 
 BASE = ROOT / "deploy" / "kubernetes" / "base"
 ELSEWHERE = "127.0.0.2"
-"""An address of this machine that a worker on 127.0.0.1 would not answer at, as that of a pod."""
+"""A local address on which a worker bound to 127.0.0.1 would not answer, like the address of a pod."""
 
 
-def the_container() -> dict[str, Any]:
+def coordinator_container() -> dict[str, Any]:
     deployment = next(yaml.safe_load_all((BASE / "coordinator.yaml").read_text(encoding="utf-8")))
     (found,) = deployment["spec"]["template"]["spec"]["containers"]
     assert isinstance(found, dict)
@@ -32,7 +32,7 @@ def the_container() -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The working folder of the image: what its last stage copies, and nothing else."""
+    """Return the working folder of the image, with only the files that its last stage copies."""
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     last_stage = dockerfile[dockerfile.rindex("\nFROM ") :]
     app = tmp_path / "app"
@@ -43,8 +43,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pod(folder: Path, tmp_path: Path) -> Iterator[ServiceProcess]:
-    """With servers of its own, on a port that is free, and with no cluster to run scripts in."""
-    container = the_container()
+    """Start a worker on embedded servers, on a free port, with the subprocess runner."""
+    container = coordinator_container()
     arguments = [str(BASE / "settings.toml") if part.endswith("settings.toml") else part for part in container["args"]]
     secrets = tmp_path / "secrets"
     secrets.mkdir()
@@ -66,7 +66,7 @@ def pod(folder: Path, tmp_path: Path) -> Iterator[ServiceProcess]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux answers at all of 127.0.0.0/8")
 def test_a_pod_answers_its_probes_from_another_address_and_ends_on_sigterm(pod: ServiceProcess) -> None:
-    container = the_container()
+    container = coordinator_container()
     started = json.loads(pod.wait_for_line("metrics and health on "))["message"]
     address = f"http://{ELSEWHERE}:{started.rpartition(':')[2]}"
     ready = address + container["readinessProbe"]["httpGet"]["path"]

@@ -1,4 +1,4 @@
-"""`integr8s-idem dlq` as a process, on a real Kafka and a real Redis."""
+"""`integr8s-idem dlq` as a process, on real Kafka and real Redis."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class Shop:
     def done(self, what: str) -> Counter[str]:
         return Counter(order for noted, order, _, _ in journal_of(self._journal) if noted == what)
 
-    async def until(self, fact: Callable[[], object]) -> None:
-        await eventually(fact, state=lambda: self.process.output)
+    async def until(self, condition: Callable[[], object]) -> None:
+        await eventually(condition, state=lambda: self.process.output)
 
     async def until_dead_letters(self, count: int) -> None:
         """Wait until the workers have logged `count` dead letters."""
@@ -158,8 +158,8 @@ async def test_a_dead_letter_is_found_explained_and_after_the_fix_handled_exactl
     assert (nothing.json["published"], nothing.json["skipped"]) == (0, {"handled": 2, "failed_again": 1})
     assert anyway.json["published"] == 3
     assert shop.done("charged") == shop.done("audited") == {"lost": 1, "well": 1, "worse": 1, "last": 1}
-    said = Counter((line["command"], line["says"]) for line in dlq.audit)
-    assert said == {("dlq replay", "begun"): 5, ("dlq replay", "ended"): 5}
+    entries = Counter((line["command"], line["says"]) for line in dlq.audit)
+    assert entries == {("dlq replay", "begun"): 5, ("dlq replay", "ended"): 5}
     assert dlq.audit[-1]["counts"] == {"published": 3, "destinations": {source: 3}, "skipped": {}}
 
 
@@ -263,13 +263,13 @@ async def test_on_a_terminal_replay_counts_and_asks_for_confirmation(
     dlq: Dlq, source: str, settings: KafkaSettings
 ) -> None:
     await post(settings, [dead_letter_of(number, topic=source) for number in range(3)])
-    refused, asked = await dlq.typed("replay"), dlq.audit
+    refused, audit_before = await dlq.typed("replay"), dlq.audit
 
     no = await asyncio.to_thread(on_a_terminal, dlq, "replay", answer=b"n\n")
     unchanged = dlq.audit
     yes = await asyncio.to_thread(on_a_terminal, dlq, "replay", "--limit", "2", answer=b"y\n")
 
-    assert (refused.status, asked, unchanged) == (2, [], [])
+    assert (refused.status, audit_before, unchanged) == (2, [], [])
     assert "nothing was changed: no terminal to ask for confirmation. Replay 3 dead letters? Use --yes" in refused.err
     assert "nothing was changed" in no[1]
     assert (no[0], yes[0]) == (1, 0)

@@ -1,4 +1,4 @@
-"""`integr8s-idem dlq` on more dead letters than fit into its memory."""
+"""`integr8s-idem dlq` with more dead letters than fit into memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.kafka import Kafka
 
 DEAD_LETTERS, BYTES = 1_000, 60_000
 MAX_MEGABYTES = 30.0
-"""In addition to the memory of a replay of nothing: half the size of all dead letters."""
+"""More than a replay of no dead letters uses; half the size of all dead letters."""
 
 
 @pytest.mark.kafka

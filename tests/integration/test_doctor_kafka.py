@@ -1,4 +1,4 @@
-"""Planted in the topics of a real Kafka, one at a time, and found by their codes."""
+"""Each problem is planted in topics on real Kafka, and the doctor reports its code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SESSION = "session_timeout_seconds = 0.9\nheartbeat_interval_seconds = 0.2\n"
 
 
 class Shop:
-    """A topic and its dead letters on the broker of the session, and settings for a service that reads it."""
+    """A topic and its dead-letter topic on the shared broker, with settings for a service that consumes it."""
 
     def __init__(self, kafka: Kafka, prefix: str, folder: Path) -> None:
         self.kafka = kafka
@@ -30,10 +30,12 @@ class Shop:
         self.prefix = prefix
         self._folder = folder
 
-    async def make(self, topic: Mapping[str, str] | None = None, letters: Mapping[str, str] | None = None) -> None:
-        """With settings that differ from the broker's."""
+    async def create(
+        self, topic: Mapping[str, str] | None = None, dead_letters: Mapping[str, str] | None = None
+    ) -> None:
+        """Create both topics with settings that differ from the broker's."""
         await self.kafka.create_topics({self.topic: 1}, topic)
-        await self.kafka.create_topics({f"{self.topic}.dlq": 1}, letters)
+        await self.kafka.create_topics({f"{self.topic}.dlq": 1}, dead_letters)
 
     def text(self, more: str = "", rest: str = KEPT_FOR_EIGHT_DAYS) -> str:
         return (
@@ -42,7 +44,7 @@ class Shop:
         )
 
     async def found(self, more: str = "", rest: str = KEPT_FOR_EIGHT_DAYS) -> list[Finding]:
-        """About settings and brokers: the store is this process, which the settings warn of."""
+        """Return the findings without the warning about the in-memory store."""
         found = await found_in(self.text(more, rest + IN_MEMORY), self._folder)
         return [finding for finding in found if finding.where != "store.kind"]
 
@@ -53,7 +55,7 @@ def shop(kafka: Kafka, topic_prefix: str, tmp_path: Path) -> Shop:
 
 
 async def test_matching_topics_have_no_findings(shop: Shop) -> None:
-    await shop.make()
+    await shop.create()
 
     assert codes(await shop.found()) == []
 
@@ -62,7 +64,7 @@ async def test_a_missing_topic_and_its_missing_dead_letters_are_found(shop: Shop
     found = await shop.found()
 
     assert codes(found) == ["topic-missing", "dead-letter-topic-missing"]
-    assert codes(await shop.found()) == codes(found), "to look has made them"
+    assert codes(await shop.found()) == codes(found), "the doctor created a topic"
 
 
 async def test_missing_dead_letters_are_found(shop: Shop) -> None:
@@ -72,8 +74,8 @@ async def test_missing_dead_letters_are_found(shop: Shop) -> None:
 
 
 @pytest.mark.scenario(98)
-async def test_a_topic_that_outlives_the_records_is_found_instead_of_a_guess(shop: Shop) -> None:
-    await shop.make({"retention.ms": "7200000"}, {"retention.ms": "7200000"})
+async def test_a_topic_with_longer_retention_than_the_records_is_found(shop: Shop) -> None:
+    await shop.create({"retention.ms": "7200000"}, {"retention.ms": "7200000"})
 
     (only,) = [one for one in await shop.found(rest="") if one.severity is Severity.WARNING]
 
@@ -81,14 +83,14 @@ async def test_a_topic_that_outlives_the_records_is_found_instead_of_a_guess(sho
     assert "2 hours (retention.ms = 7200000), idempotency.default_ttl_seconds = 3600" in only.what
 
 
-async def test_the_default_ttl_is_enough_for_a_topic_that_keeps_less(shop: Shop) -> None:
-    await shop.make({"retention.ms": "1800000"}, {"retention.ms": "1800000"})
+async def test_a_topic_with_shorter_retention_than_the_default_ttl_has_no_findings(shop: Shop) -> None:
+    await shop.create({"retention.ms": "1800000"}, {"retention.ms": "1800000"})
 
     assert codes(await shop.found(rest="")) == []
 
 
 @pytest.mark.parametrize(
-    ("topic", "letters", "code"),
+    ("topic", "dead_letters", "code"),
     [
         ({"retention.ms": "-1"}, {"retention.ms": "-1"}, "retention-endless"),
         ({}, {"max.message.bytes": "1000"}, "dead-letter-topic-smaller"),
@@ -97,17 +99,17 @@ async def test_the_default_ttl_is_enough_for_a_topic_that_keeps_less(shop: Shop)
         ({"max.message.bytes": "1000"}, {}, "event-limit-above-topic"),
     ],
 )
-async def test_a_topic_that_does_not_fit_is_found(
-    shop: Shop, topic: dict[str, str], letters: dict[str, str], code: str
+async def test_an_unsuitable_topic_is_found(
+    shop: Shop, topic: dict[str, str], dead_letters: dict[str, str], code: str
 ) -> None:
-    await shop.make(topic, letters)
+    await shop.create(topic, dead_letters)
 
     assert codes(await shop.found()) == [code]
 
 
 @pytest.mark.parametrize("codec", ["uncompressed", "gzip", "snappy", "lz4", "zstd", "producer"])
-async def test_the_client_as_installed_reads_every_codec_that_a_topic_can_be_set_to(shop: Shop, codec: str) -> None:
-    await shop.make({"compression.type": codec}, {"compression.type": codec})
+async def test_the_installed_client_reads_every_codec_of_a_topic(shop: Shop, codec: str) -> None:
+    await shop.create({"compression.type": codec}, {"compression.type": codec})
 
     assert codes(await shop.found()) == []
 
@@ -115,7 +117,7 @@ async def test_the_client_as_installed_reads_every_codec_that_a_topic_can_be_set
 async def test_a_codec_that_the_installed_client_cannot_read_is_found(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await shop.make({"compression.type": "zstd"})
+    await shop.create({"compression.type": "zstd"})
     monkeypatch.setattr("aiokafka.codec.cramjam", None)
 
     (only,) = [one for one in await shop.found() if one.severity is not Severity.INFO]
@@ -126,7 +128,7 @@ async def test_a_codec_that_the_installed_client_cannot_read_is_found(
 
 
 async def test_a_session_timeout_that_the_brokers_refuse_is_found(shop: Shop) -> None:
-    await shop.make()
+    await shop.create()
 
     (only,) = [one for one in await shop.found(SESSION) if one.severity is not Severity.INFO]
 
@@ -134,7 +136,7 @@ async def test_a_session_timeout_that_the_brokers_refuse_is_found(shop: Shop) ->
     assert "= 0.9, the brokers allow 1 to 1800 seconds" in only.what
 
 
-async def test_brokers_that_are_away_are_found(tmp_path: Path) -> None:
+async def test_unavailable_brokers_are_found(tmp_path: Path) -> None:
     text = '[kafka]\nbootstrap_servers = "127.0.0.1:1"\n' + KEPT_FOR_EIGHT_DAYS + IN_MEMORY
 
     found = await found_in(text, tmp_path)
@@ -142,7 +144,7 @@ async def test_brokers_that_are_away_are_found(tmp_path: Path) -> None:
     assert codes(found) == ["broker-unavailable", "settings-warning"]
 
 
-async def test_an_application_tells_its_topics(shop: Shop, tmp_path: Path) -> None:
+async def test_topics_of_an_application_are_checked(shop: Shop, tmp_path: Path) -> None:
     text = shop.text(rest=KEPT_FOR_EIGHT_DAYS + IN_MEMORY).replace(f'topics = ["{shop.topic}"]', "")
 
     found = await found_in(text, tmp_path, platform)
@@ -150,8 +152,8 @@ async def test_an_application_tells_its_topics(shop: Shop, tmp_path: Path) -> No
     assert [one.where for one in found if one.code is Code.TOPIC_MISSING] == [f"topic {shop.topic}"]
 
 
-async def test_a_good_set_up_is_one_line(shop: Shop, tmp_path: Path) -> None:
-    await shop.make()
+async def test_a_valid_setup_is_reported_in_one_line(shop: Shop, tmp_path: Path) -> None:
+    await shop.create()
     with RedisServer(config={"appendonly": "yes"}) as server:
         file = tmp_path / "settings.toml"
         file.write_text(shop.text() + f'[store]\nurl = "{server.url}"\n')

@@ -1,4 +1,4 @@
-"""Planted in a real Redis, one at a time, and found by their codes."""
+"""Each problem is planted in real Redis, and the doctor reports its code."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from integr8s_idem.stores.redis.access import acl_setuser
 from tests.support.doctor import codes, found_in_store
 from tests.support.redis import RedisServer
 
-SOUND = {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
+DURABLE = {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
 SECRET = "hunter2-hunter2"
 PUBLISHED = acl_setuser("doctored", "idempotency").replace("PASSWORD", SECRET).split()
 
 
 async def found_with(config: dict[str, Any]) -> list[Finding]:
-    with RedisServer(config={**SOUND, **config}) as server:
+    with RedisServer(config={**DURABLE, **config}) as server:
         return await found_in_store(RedisStoreSettings(url=server.url))
 
 
 @pytest.fixture(scope="module")
 def users() -> Iterator[RedisServer]:
-    """A server for users of our own making.  Without persistence, or nobody would ask for its settings."""
+    """Start a server for test users, without persistence, so that the doctor reads its settings."""
     with RedisServer() as server:
         yield server
 
 
 async def found_for(server: RedisServer, *, without: str = "", password: str = SECRET) -> list[Finding]:
-    """With a user who lacks one right of those that are printed."""
+    """Return the findings for a user who lacks one of the printed permissions."""
     rules = [word for word in PUBLISHED[3:] if word != without]
     await asyncio.to_thread(server.admin, "ACL", "SETUSER", "doctored", "reset", *rules)
-    url = server.url.replace("db=0", "db=1")  # another database than the first has to be selected
+    url = server.url.replace("db=0", "db=1")  # any database but the first requires SELECT
     return await found_in_store(
         RedisStoreSettings(url=url, username="doctored", password=SecretStr(password), timeout_seconds=5)
     )
 
 
-async def test_a_sound_redis_has_no_findings() -> None:
+async def test_a_durable_redis_has_no_findings() -> None:
     (seen,) = await found_with({})
 
     assert (seen.code, seen.severity) == (Code.STORE_SEEN, Severity.INFO)
@@ -66,7 +66,7 @@ async def test_a_setting_that_loses_records_is_found(config: dict[str, Any], cod
 
 
 async def test_a_replica_that_has_lost_its_primary_is_found() -> None:
-    with RedisServer(config={**SOUND, "replicaof": ["127.0.0.1", "1"]}) as server:
+    with RedisServer(config={**DURABLE, "replicaof": ["127.0.0.1", "1"]}) as server:
         await asyncio.to_thread(server.admin, "CONFIG", "SET", "replica-serve-stale-data", "no")
         (only,) = await found_in_store(RedisStoreSettings(url=server.url))
 
@@ -74,9 +74,9 @@ async def test_a_replica_that_has_lost_its_primary_is_found() -> None:
 
 
 @pytest.mark.parametrize(("room", "severity"), [(12_000_000, "warning"), (1, "error")])
-async def test_a_memory_without_room_is_found(room: int, severity: str) -> None:
-    with RedisServer(config=SOUND) as server:
-        await asyncio.to_thread(server.admin, "SET", "somebody:else", "x" * 10_000_000)
+async def test_full_memory_is_found(room: int, severity: str) -> None:
+    with RedisServer(config=DURABLE) as server:
+        await asyncio.to_thread(server.admin, "SET", "other:key", "x" * 10_000_000)
         await asyncio.to_thread(server.admin, "CONFIG", "SET", "maxmemory", room)
         found = await found_in_store(RedisStoreSettings(url=server.url))
 
@@ -84,7 +84,7 @@ async def test_a_memory_without_room_is_found(room: int, severity: str) -> None:
     assert codes(found) == ["store-memory"]
 
 
-async def test_a_server_that_is_away_is_found() -> None:
+async def test_an_unavailable_server_is_found() -> None:
     (only,) = await found_in_store(RedisStoreSettings(url="redis://127.0.0.1:1/0"))
 
     assert (only.code, only.severity) == (Code.STORE_UNAVAILABLE, Severity.ERROR)
@@ -115,24 +115,24 @@ async def test_a_user_without_evalsha_is_found(users: RedisServer) -> None:
     assert "+evalsha" in only.what
 
 
-async def test_the_printed_rights_are_enough(users: RedisServer) -> None:
+async def test_the_printed_permissions_are_sufficient(users: RedisServer) -> None:
     found = await found_for(users)
 
     assert codes(found) == ["store-not-persistent"]
 
 
 @pytest.mark.parametrize("missing", [word for word in PUBLISHED if word.startswith("+")])
-async def test_each_printed_right_is_missed_when_it_lacks(users: RedisServer, missing: str) -> None:
+async def test_each_missing_permission_is_found(users: RedisServer, missing: str) -> None:
     await asyncio.to_thread(users.admin, "SCRIPT", "FLUSH")
 
     found = await found_for(users, without=missing)
 
     named = missing.removeprefix("+").partition("|")[0].upper()
-    missed = [one for one in found if one.code in (Code.STORE_PERMISSION, Code.STORE_UNSEEN)]
-    assert any(named in str(one).upper() for one in missed), found
+    reported = [one for one in found if one.code in (Code.STORE_PERMISSION, Code.STORE_UNSEEN)]
+    assert any(named in str(one).upper() for one in reported), found
 
 
-async def test_a_user_of_other_keys_is_found(users: RedisServer) -> None:
+async def test_a_user_without_access_to_the_keys_is_found(users: RedisServer) -> None:
     settings = RedisStoreSettings(url=users.url, username="elsewhere", password=SecretStr(SECRET))
     rules = acl_setuser("elsewhere", "other").replace("PASSWORD", SECRET).split()
     await asyncio.to_thread(users.admin, *rules)
@@ -151,7 +151,7 @@ async def test_clocks_that_differ_are_found(redis_url: str, shift: float, way: s
     assert way in skew.what
 
 
-async def test_nothing_of_the_examination_stays_in_the_store(redis_url: str, redis_server: RedisServer) -> None:
+async def test_the_doctor_leaves_nothing_in_the_store(redis_url: str, redis_server: RedisServer) -> None:
     await found_in_store(RedisStoreSettings(url=redis_url))
 
     assert await asyncio.to_thread(redis_server.admin, "KEYS", "*") == ["idempotency:store-id"]

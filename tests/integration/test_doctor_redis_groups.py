@@ -1,6 +1,6 @@
-"""Planted in a real Redis Cluster and behind a real Sentinel, one at a time, and found by their codes.
+"""Each problem is planted in a real Redis Cluster or behind a real Sentinel, and the doctor reports its code.
 
-On the oldest server that we support, and on a newer one: Redis 6.2 may name a whole command, without its subcommand.
+The tests run on the oldest supported server and on a newer one: Redis 6.2 may name a command without its subcommand.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_sentinel import NAME, SentinelServer
 
 SECRET = "hunter2-hunter2"
-OURS = {"username": "doctored", "password": SecretStr(SECRET)}
-SOUND = {"appendonly": "yes", "appendfsync": "everysec"}
+CREDENTIALS = {"username": "doctored", "password": SecretStr(SECRET)}
+DURABLE = {"appendonly": "yes", "appendfsync": "everysec"}
 
 
 def printed(store: RedisClusterStoreSettings | RedisSentinelStoreSettings) -> list[list[str]]:
-    """The commands of `doctor --acl`, each as its words."""
+    """Return the commands printed by `doctor --acl`, split into words."""
     lines = access_of(Settings(store=store)).replace("PASSWORD", SECRET).splitlines()
     return [line.split() for line in lines if not line.startswith("#")]
 
 
-def rights(command: list[str]) -> list[str]:
+def permissions(command: list[str]) -> list[str]:
     return [word for word in command if word.startswith("+")]
 
 
-def misses(found: list[Finding], right: str, server: RedisServer) -> bool:
-    rights = [right, right.partition("|")[0]] if server.binary == bundled_binary() else [right]
-    named = re.compile(rf"({'|'.join(map(re.escape, rights))})(?![\w|])")
-    missed = [one for one in found if one.code in (Code.STORE_PERMISSION, Code.STORE_UNSEEN)]
-    return any(named.search(str(one)) for one in missed)
+def reports_missing(found: list[Finding], permission: str, server: RedisServer) -> bool:
+    names = [permission, permission.partition("|")[0]] if server.binary == bundled_binary() else [permission]
+    pattern = re.compile(rf"({'|'.join(map(re.escape, names))})(?![\w|])")
+    reported = [one for one in found if one.code in (Code.STORE_PERMISSION, Code.STORE_UNSEEN)]
+    return any(pattern.search(str(one)) for one in reported)
 
 
 @pytest.fixture(scope="module", params=["oldest", "newer"])
@@ -57,41 +57,41 @@ def cluster(binary: Path) -> Iterator[RedisCluster]:
         yield cluster
 
 
-AT_CLUSTER = printed(RedisClusterStoreSettings(kind="redis-cluster", username="doctored", wait_replicas=1))[0]
+CLUSTER_ACL = printed(RedisClusterStoreSettings(kind="redis-cluster", username="doctored", wait_replicas=1))[0]
 
 
 def make_user(cluster: RedisCluster, without: str = "") -> RedisClusterStoreSettings:
-    """At every server, with one right less than is printed."""
+    """Create a user on every server, without one of the printed permissions."""
     for server in cluster.servers:
-        server.admin("ACL", "SETUSER", "doctored", "reset", *(word for word in AT_CLUSTER[3:] if word != without))
+        server.admin("ACL", "SETUSER", "doctored", "reset", *(word for word in CLUSTER_ACL[3:] if word != without))
         server.admin("SCRIPT", "FLUSH")
-        # Who may not look at the settings is asked for them only without an append-only file.
+        # The doctor reads the settings only if there is no append-only file.
         server.admin("CONFIG", "SET", "appendonly", "no" if without == "+config|get" else "yes")
-    return cluster.settings(timeout_seconds=5, wait_replicas=1, **OURS)
+    return cluster.settings(timeout_seconds=5, wait_replicas=1, **CREDENTIALS)
 
 
-async def test_a_sound_cluster_has_no_findings(cluster: RedisCluster) -> None:
+async def test_a_durable_cluster_has_no_findings(cluster: RedisCluster) -> None:
     (seen,) = await found_in_store(cluster.settings(timeout_seconds=5))
 
     assert (seen.code, seen.severity) == (Code.STORE_SEEN, Severity.INFO)
 
 
-async def test_the_printed_rights_are_enough_for_a_cluster(cluster: RedisCluster) -> None:
+async def test_the_printed_permissions_are_sufficient_for_a_cluster(cluster: RedisCluster) -> None:
     settings = await asyncio.to_thread(make_user, cluster)
 
     assert codes(await found_in_store(settings)) == []
 
 
-@pytest.mark.parametrize("missing", rights(AT_CLUSTER))
-async def test_each_printed_right_is_missed_by_a_cluster_when_it_lacks(cluster: RedisCluster, missing: str) -> None:
+@pytest.mark.parametrize("missing", permissions(CLUSTER_ACL))
+async def test_each_missing_permission_is_found_in_a_cluster(cluster: RedisCluster, missing: str) -> None:
     settings = await asyncio.to_thread(make_user, cluster, missing)
 
     found = await found_in_store(settings)
 
-    assert misses(found, missing, cluster.servers[0]), found
+    assert reports_missing(found, missing, cluster.servers[0]), found
 
 
-async def test_a_setting_of_one_server_of_a_cluster_is_found_and_the_server_named(cluster: RedisCluster) -> None:
+async def test_a_wrong_setting_of_one_cluster_server_is_found_and_the_server_named(cluster: RedisCluster) -> None:
     odd = cluster.primaries()[1]
     odd.admin("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     found = await found_in_store(cluster.settings(timeout_seconds=5))
@@ -104,7 +104,7 @@ async def test_a_setting_of_one_server_of_a_cluster_is_found_and_the_server_name
 @pytest.mark.parametrize(
     ("policy", "status", "code"), [("allkeys-lru", 1, "store-eviction"), ("noeviction", 0, "store-seen")]
 )
-def test_the_command_ends_with_the_status_of_a_cluster(
+def test_the_exit_status_reports_the_state_of_a_cluster(
     cluster: RedisCluster, typed: Typed, policy: str, status: int, code: str
 ) -> None:
     odd = cluster.primaries()[2]
@@ -115,13 +115,13 @@ def test_the_command_ends_with_the_status_of_a_cluster(
     assert (answer.status, answer.codes[0]) == (status, code)
 
 
-async def test_clocks_that_differ_from_that_of_a_cluster_are_found(cluster: RedisCluster) -> None:
+async def test_clock_skew_to_a_cluster_is_found(cluster: RedisCluster) -> None:
     found = await found_in_store(cluster.settings(timeout_seconds=5), lambda: time.time() + 60)
 
     assert codes(found) == ["clock-skew"]
 
 
-async def test_more_replicas_than_there_are_cannot_be_waited_for(cluster: RedisCluster) -> None:
+async def test_waiting_for_more_replicas_than_exist_is_found(cluster: RedisCluster) -> None:
     settings = cluster.settings(timeout_seconds=5, wait_replicas=2, wait_timeout_seconds=0.1)
 
     (only,) = await found_in_store(settings)
@@ -132,9 +132,9 @@ async def test_more_replicas_than_there_are_cannot_be_waited_for(cluster: RedisC
 
 @pytest.mark.scenario(50)
 @pytest.mark.parametrize("full_coverage", ["yes", "no"])
-async def test_a_cluster_that_lacks_a_slot_is_found(full_coverage: str) -> None:
-    """One server that was given all slots but one: no records of ours can be kept under that."""
-    config = {**SOUND, "cluster-enabled": "yes", "cluster-require-full-coverage": full_coverage}
+async def test_a_cluster_with_an_unassigned_slot_is_found(full_coverage: str) -> None:
+    """One server has all slots but one, which a bucket of records needs."""
+    config = {**DURABLE, "cluster-enabled": "yes", "cluster-require-full-coverage": full_coverage}
     with RedisServer(tcp=True, config=config, below=55_536) as server:
         slots = [slot for slot in range(16_384) if slot != BUCKET_SLOTS[7]]
         await asyncio.to_thread(server.admin, "CLUSTER", "ADDSLOTS", *slots)
@@ -156,25 +156,25 @@ async def test_a_server_that_is_not_a_cluster_is_found(redis_tcp: RedisServer) -
 
 # Behind a Sentinel.
 
-AT_REDIS, AT_SENTINEL = printed(
+REDIS_ACL, SENTINEL_ACL = printed(
     RedisSentinelStoreSettings(kind="redis-sentinel", username="doctored", sentinel_username="asking", wait_replicas=1)
 )
 
 
 @pytest.fixture(scope="module")
 def redis_tcp(binary: Path) -> Iterator[RedisServer]:
-    config = {**SOUND, "repl-diskless-sync-delay": "0"}
+    config = {**DURABLE, "repl-diskless-sync-delay": "0"}
     with RedisServer(binary=binary, tcp=True, config=config) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def replica(redis_tcp: RedisServer) -> Iterator[RedisServer]:
-    config = {**SOUND, "replicaof": ["127.0.0.1", str(redis_tcp.port)]}
+    config = {**DURABLE, "replicaof": ["127.0.0.1", str(redis_tcp.port)]}
     with RedisServer(binary=redis_tcp.binary, tcp=True, config=config) as server:
         until = time.monotonic() + 30
         while "'master_link_status': 'up'" not in str(server.admin("INFO", "replication")):
-            assert time.monotonic() < until, "the replica does not follow"
+            assert time.monotonic() < until, "the replica is not connected"
             time.sleep(0.02)
         yield server
 
@@ -192,20 +192,20 @@ def settings_of(*sentinels: SentinelServer, **more: Any) -> RedisSentinelStoreSe
 
 
 def make_users(redis: RedisServer, sentinel: SentinelServer, without: str = "") -> RedisSentinelStoreSettings:
-    for server, command in ((redis, AT_REDIS), (sentinel, AT_SENTINEL)):
+    for server, command in ((redis, REDIS_ACL), (sentinel, SENTINEL_ACL)):
         rules = [word for word in command[3:] if word != without]
         server.admin("ACL", "SETUSER", command[2], "reset", *rules)
     redis.admin("SCRIPT", "FLUSH")
     redis.admin("CONFIG", "SET", "appendonly", "no" if without == "+config|get" else "yes")
     asking = {"sentinel_username": "asking", "sentinel_password": SECRET}
-    return settings_of(sentinel, wait_replicas=1, database=1, **asking, **OURS)
+    return settings_of(sentinel, wait_replicas=1, database=1, **asking, **CREDENTIALS)
 
 
-async def test_a_sound_sentinel_setup_has_no_findings(sentinel: SentinelServer) -> None:
+async def test_a_durable_sentinel_setup_has_no_findings(sentinel: SentinelServer) -> None:
     assert codes(await found_in_store(settings_of(sentinel))) == []
 
 
-async def test_the_printed_rights_are_enough_behind_a_sentinel(
+async def test_the_printed_permissions_are_sufficient_behind_a_sentinel(
     redis_tcp: RedisServer, replica: RedisServer, sentinel: SentinelServer
 ) -> None:
     settings = await asyncio.to_thread(make_users, redis_tcp, sentinel)
@@ -214,8 +214,8 @@ async def test_the_printed_rights_are_enough_behind_a_sentinel(
     assert codes(await found_in_store(settings)) == []
 
 
-@pytest.mark.parametrize("missing", [*rights(AT_REDIS), *rights(AT_SENTINEL)])
-async def test_each_printed_right_is_missed_behind_a_sentinel_when_it_lacks(
+@pytest.mark.parametrize("missing", [*permissions(REDIS_ACL), *permissions(SENTINEL_ACL)])
+async def test_each_missing_permission_is_found_behind_a_sentinel(
     redis_tcp: RedisServer, replica: RedisServer, sentinel: SentinelServer, missing: str
 ) -> None:
     settings = await asyncio.to_thread(make_users, redis_tcp, sentinel, missing)
@@ -223,7 +223,7 @@ async def test_each_printed_right_is_missed_behind_a_sentinel_when_it_lacks(
     found = await found_in_store(settings)
 
     assert replica.running
-    assert misses(found, missing, redis_tcp), found
+    assert reports_missing(found, missing, redis_tcp), found
 
 
 @pytest.mark.parametrize("wrong", ["password", "sentinel_password"])
@@ -238,7 +238,7 @@ async def test_a_wrong_password_of_redis_or_of_a_sentinel_is_found_and_not_shown
     assert SECRET not in f"{only}{only!r}"
 
 
-async def test_a_primary_that_no_sentinel_knows_is_found(sentinel: SentinelServer) -> None:
+async def test_an_unknown_primary_is_found(sentinel: SentinelServer) -> None:
     (only,) = await found_in_store(settings_of(sentinel, master_name="other"))
 
     assert (only.code, only.severity) == (Code.STORE_PRIMARY_UNKNOWN, Severity.ERROR)
@@ -247,7 +247,7 @@ async def test_a_primary_that_no_sentinel_knows_is_found(sentinel: SentinelServe
 
 
 @pytest.mark.parametrize(("name", "status", "code"), [(NAME, 0, "store-seen"), ("other", 2, "store-primary-unknown")])
-def test_the_command_ends_with_the_status_behind_a_sentinel(
+def test_the_exit_status_reports_the_state_behind_a_sentinel(
     sentinel: SentinelServer, typed: Typed, name: str, status: int, code: str
 ) -> None:
     answer = typed(settings_of(sentinel, master_name=name))
@@ -255,7 +255,7 @@ def test_the_command_ends_with_the_status_behind_a_sentinel(
     assert (answer.status, answer.codes[0]) == (status, code)
 
 
-async def test_sentinels_that_are_away_are_an_outage_and_no_unknown_primary() -> None:
+async def test_unavailable_sentinels_are_reported_as_an_outage() -> None:
     (only,) = await found_in_store(settings_of())
 
     assert only.code is Code.STORE_UNAVAILABLE

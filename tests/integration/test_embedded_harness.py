@@ -1,4 +1,4 @@
-"""The harness over real sockets: with a store and transactions of the user's own."""
+"""The harness over real sockets, with the application's own store and transactions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def harness(kafka: EmbeddedServers, database: Path) -> EmbeddedHarness:
     return EmbeddedHarness(platform, servers=kafka, overrides={"store": store}, own_store=True)
 
 
-async def test_a_transactional_handler_books_once_and_what_it_leaves_in_its_outbox_is_settled_too(
+async def test_a_transactional_handler_books_once_and_its_outbox_is_drained(
     harness: EmbeddedHarness, database: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with harness:
@@ -52,7 +52,7 @@ async def test_a_transactional_handler_books_once_and_what_it_leaves_in_its_outb
     assert mailed == "mail: account 1 has 30\n"
 
 
-async def test_a_service_that_fails_ends_the_wait_with_its_error(kafka: EmbeddedServers, tmp_path: Path) -> None:
+async def test_the_error_of_a_failing_service_is_raised(kafka: EmbeddedServers, tmp_path: Path) -> None:
     store = {"kind": "sqlite", "path": str(tmp_path / "missing" / "bookings.db")}
     harness = EmbeddedHarness(platform, "mails", servers=kafka, overrides={"store": store}, own_store=True)
 

@@ -1,4 +1,4 @@
-"""The embedded Kafka, as aiokafka's clients see it."""
+"""The embedded Kafka with aiokafka clients."""
 
 import asyncio
 import struct
@@ -42,7 +42,7 @@ def server() -> Iterator[str]:
 
 
 def consumer(server: str, topic: str, group: str) -> Any:
-    """A member as the worker makes it, with a short session."""
+    """Return a consumer with the worker's settings and a short session."""
     return AIOKafkaConsumer(
         topic,
         bootstrap_servers=server,
@@ -75,7 +75,7 @@ async def read(member: Any, count: int) -> list[bytes]:
     return values
 
 
-async def test_a_subscription_before_the_first_event_makes_the_topic(server: str) -> None:
+async def test_a_subscription_before_the_first_event_creates_the_topic(server: str) -> None:
     async with consumer(server, "early", "g") as member:
         assigned = member.assignment()
         await publish(server, "early", b"1")
@@ -84,7 +84,7 @@ async def test_a_subscription_before_the_first_event_makes_the_topic(server: str
         assert await read(member, 1) == [b"1"]
 
 
-async def test_a_group_goes_on_behind_its_commit_and_another_group_starts_at_the_first_event(server: str) -> None:
+async def test_a_group_continues_after_its_commit_and_a_new_group_starts_at_the_first_event(server: str) -> None:
     await publish(server, "twice", b"1", b"2", b"3")
     async with consumer(server, "twice", "one") as member:
         await read(member, 3)
@@ -95,8 +95,8 @@ async def test_a_group_goes_on_behind_its_commit_and_another_group_starts_at_the
         assert await read(other, 3) == [b"1", b"2", b"3"]
 
 
-async def test_a_producer_that_asks_for_no_answer_gets_none(server: str) -> None:
-    """The emulator answers all the same; on its way that answer must not take the place of the next one."""
+async def test_a_producer_with_acks_0_gets_no_response(server: str) -> None:
+    """The emulator does send a response, which must not be taken for the next one."""
     host, port = server.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     produce = struct.pack(">hhihhhii", 0, 3, 7, -1, -1, 0, 1000, 0)  # correlation 7, acks 0, no records
@@ -121,8 +121,8 @@ async def test_creating_topics_with_an_admin_client_is_refused(server: str) -> N
         await admin.close()
 
 
-async def test_events_reach_a_waiting_consumer_long_before_its_fetches_would_end(server: str) -> None:
-    """A fetch asks for half a second, all of which the emulator would sleep: twenty times, ten seconds."""
+async def test_events_reach_a_waiting_consumer_before_its_fetches_time_out(server: str) -> None:
+    """A fetch waits up to half a second; if the emulator slept for all of it, twenty would take ten seconds."""
     producer: Any = AIOKafkaProducer(bootstrap_servers=server)
     async with producer, consumer(server, "fast", "g") as member:
         async with asyncio.timeout(5):
@@ -136,7 +136,7 @@ def start_member(server: str) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", MEMBER, server], stdout=subprocess.PIPE, text=True)
 
 
-async def test_a_killed_member_leaves_its_partitions_to_a_replacement_that_is_already_waiting(server: str) -> None:
+async def test_a_waiting_replacement_gets_the_partitions_of_a_killed_member(server: str) -> None:
     killed, replacement = start_member(server), None
     try:
         assert killed.stdout is not None
@@ -178,7 +178,7 @@ async def test_a_stopped_kafka_closes_its_port() -> None:
         await asyncio.open_connection(host, int(port))
 
 
-def test_a_front_stopped_the_moment_it_started_ends_its_thread_and_loop() -> None:
+def test_a_front_stopped_immediately_after_its_start_closes_its_thread_and_loop() -> None:
     for _ in range(20):
         front = Front(("127.0.0.1", 1))
 

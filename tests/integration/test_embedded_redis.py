@@ -1,4 +1,4 @@
-"""The embedded Redis: a real server that leaves nothing behind."""
+"""The embedded Redis: a real server that leaves no files or processes."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def test_the_server_evicts_nothing_and_listens_on_no_port() -> None:
 
 
 @pytest.mark.parametrize(("durable", "kept"), [(True, b"1"), (False, None)])
-def test_a_killed_server_keeps_its_writes_only_where_asked_to(durable: bool, kept: bytes | None) -> None:
+def test_a_killed_server_keeps_its_writes_only_if_durable(durable: bool, kept: bytes | None) -> None:
     redis = EmbeddedRedis(durable=durable)
     redis.start()
     try:
@@ -56,12 +56,12 @@ def test_a_killed_server_keeps_its_writes_only_where_asked_to(durable: bool, kep
 
 @pytest.fixture
 def short_folder() -> Iterator[str]:
-    """Where a killed parent leaves its files; pytest's own folders have names too long for a socket."""
+    """Return a folder for the files of a killed parent; the paths of `tmp_path` are too long for a socket."""
     with tempfile.TemporaryDirectory(prefix="idem-") as folder:
         yield folder
 
 
-def test_the_server_ends_with_its_parent_even_if_that_is_killed(short_folder: str) -> None:
+def test_the_server_ends_when_its_parent_is_killed(short_folder: str) -> None:
     script = (
         "import sys; from integr8s_idem.embedded import EmbeddedRedis; redis = EmbeddedRedis(); redis.start();"
         "print(redis.pid, flush=True); sys.stdin.read()"
@@ -80,7 +80,7 @@ def test_the_server_ends_with_its_parent_even_if_that_is_killed(short_folder: st
 
 
 def _gone(pid: int) -> bool:
-    """Whether the process ends within five seconds; one that only waits to be collected has ended."""
+    """Return whether the process ends within five seconds; a zombie counts as ended."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         try:

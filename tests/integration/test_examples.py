@@ -1,4 +1,4 @@
-"""The example of the first hour on real servers."""
+"""The billing and replay examples on real servers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = ROOT / "examples" / "billing" / "settings.toml"
 
 @pytest.fixture
 def settings(kafka: Kafka, topic_prefix: str, redis_url: str) -> Settings:
-    """The example's own, with the addresses of this test."""
+    """Return the example's settings with the addresses of this test."""
     groups = {name: {"group_id": f"{topic_prefix}{name}"} for name in ("billing", "audit")}
     return load_settings(
         SETTINGS,
@@ -44,7 +44,7 @@ def settings(kafka: Kafka, topic_prefix: str, redis_url: str) -> Settings:
 
 
 class Shop:
-    """Both services while they run, with a payment service and an audit that the test looks at."""
+    """Both running services, with a payment service and an audit that the test can inspect."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -57,7 +57,7 @@ class Shop:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Shop]:
-        """Run both; fail if one of them did."""
+        """Run both services, and fail if one of them fails."""
         self._running = asyncio.create_task(self._group.run())
         try:
             yield self
@@ -72,10 +72,10 @@ class Shop:
             await publisher.publish(event)
         await publisher.close()
 
-    async def until(self, true: Callable[[dict[str, ServiceReport]], bool]) -> None:
-        """Return once `true` of the reports."""
+    async def until(self, condition: Callable[[dict[str, ServiceReport]], bool]) -> None:
+        """Return once `condition` is true for the reports."""
         async with asyncio.timeout(60):
-            while not true({report.name: report for report in self._group.reports()}):
+            while not condition({report.name: report for report in self._group.reports()}):
                 await asyncio.wait({self._running}, timeout=0.05)
                 assert not self._running.done(), self._group.reports()
 
@@ -102,7 +102,7 @@ async def test_billing_charges_once_on_a_redelivery(settings: Settings) -> None:
 
 
 @pytest.mark.kafka
-async def test_after_a_restart_an_order_that_is_delivered_again_is_not_charged(settings: Settings) -> None:
+async def test_an_order_redelivered_after_a_restart_is_not_charged_again(settings: Settings) -> None:
     placed = order(2)
     async with Shop(settings).open() as shop:
         await shop.publish(placed)
@@ -133,7 +133,7 @@ async def test_an_order_placed_from_another_terminal_is_charged_once(
 
 
 @pytest.mark.kafka
-async def test_dead_letters_are_put_back_as_their_next_generation_and_what_is_none_stays(
+async def test_dead_letters_are_replayed_as_the_next_generation_and_other_messages_skipped(
     settings: Settings, topic_prefix: str
 ) -> None:
     source, publisher = f"{topic_prefix}order_placed", EventPublisher(settings.kafka)
@@ -147,7 +147,7 @@ async def test_dead_letters_are_put_back_as_their_next_generation_and_what_is_no
         await shop.until(lambda now: now["billing"].tally.dead_letters == 2)
     await publisher.close()
 
-    found = [letter async for letter in dead_letters(settings, f"{source}.dlq")]
-    generations = [dict(letter.headers).get("idempotency-dlq-generation") for letter in found]
+    found = [message async for message in dead_letters(settings, f"{source}.dlq")]
+    generations = [dict(message.headers).get("idempotency-dlq-generation") for message in found]
     assert generations == [b"0", None, b"1"]
-    assert [letter.value for letter in found] == [b"no event", b"by another program", b"no event"]
+    assert [message.value for message in found] == [b"no event", b"by another program", b"no event"]

@@ -1,4 +1,4 @@
-"""A manager in a process that was forked: it works where it was not used before, and else says what to do."""
+"""A manager in a forked process works if the parent has not used it; otherwise its error says what to do."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def plain(name: str) -> str:
 async def done() -> str:
     return "done"
 
-def in_child(ask):
+def in_child(call):
     reading, writing = os.pipe()
     if os.fork() == 0:
         signal.alarm(10)  # ends a child that hangs
         try:
-            said = str(ask())
+            result = str(call())
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writing, said.encode())
+            result = f"{type(error).__name__}: {error}"
+        os.write(writing, result.encode())
         os._exit(0)
     os.close(writing)
-    said = os.read(reading, 65536).decode()
+    result = os.read(reading, 65536).decode()
     os.wait()
-    print(said or "the child hung")
+    print(result or "the child hung")
 
 """
 
@@ -59,7 +59,7 @@ def run(lines: str) -> list[str]:
     ids=["used by a coroutine", "used by a plain function"],
 )
 @pytest.mark.parametrize(
-    "ask",
+    "call",
     [
         "plain('asked')",
         "plain('used')",
@@ -69,21 +69,21 @@ def run(lines: str) -> list[str]:
         "asyncio.run(manager.in_scope('payments').run('asked', done))",
     ],
 )
-def test_a_manager_that_the_parent_has_used_is_refused_in_the_child(used: str, ask: str) -> None:
-    said, after = run(f"""
+def test_a_manager_used_by_the_parent_is_refused_in_the_child(used: str, call: str) -> None:
+    result, after = run(f"""
         {used}
-        in_child(lambda: {ask})
+        in_child(lambda: {call})
         print(plain("after"))
     """)
 
-    assert said.startswith("ApplicationError: ")
-    assert "the manager of billing was used before this process was forked" in said
-    assert "Make a manager and a store in each child" in said
+    assert result.startswith("ApplicationError: ")
+    assert "the manager of billing was used before this process was forked" in result
+    assert "Make a manager and a store in each child" in result
     assert after == "after was done"
 
 
-def test_a_manager_that_the_parent_uses_in_a_running_loop_is_refused_in_the_child() -> None:
-    said, after = run("""
+def test_a_manager_used_in_a_running_loop_of_the_parent_is_refused_in_the_child() -> None:
+    result, after = run("""
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
         asyncio.run_coroutine_threadsafe(manager.run("used", done), loop).result()
@@ -91,23 +91,23 @@ def test_a_manager_that_the_parent_uses_in_a_running_loop_is_refused_in_the_chil
         print(plain("after"))
     """)
 
-    assert said.startswith("ApplicationError: the manager of billing was used before this process was forked")
+    assert result.startswith("ApplicationError: the manager of billing was used before this process was forked")
     assert after == "after was done"
 
 
-@pytest.mark.parametrize("ask", ["plain('asked')", "asyncio.run(manager.run('asked', done))"])
-def test_a_manager_that_nobody_has_used_works_in_the_child(ask: str) -> None:
-    said, after = run(f"""
-        in_child(lambda: {ask})
+@pytest.mark.parametrize("call", ["plain('asked')", "asyncio.run(manager.run('asked', done))"])
+def test_an_unused_manager_works_in_the_child(call: str) -> None:
+    result, after = run(f"""
+        in_child(lambda: {call})
         print(plain("after"))
     """)
 
-    assert said in ("asked was done", "done")
+    assert result in ("asked was done", "done")
     assert after == "after was done"
 
 
 def test_a_manager_made_in_the_child_works_there() -> None:
-    [said] = run("""
+    [result] = run("""
         plain("used")
 
         def own():
@@ -117,11 +117,11 @@ def test_a_manager_made_in_the_child_works_there() -> None:
         in_child(own)
     """)
 
-    assert said == "asked was done"
+    assert result == "asked was done"
 
 
 def test_a_guarded_function_that_forks_and_returns_in_the_child_gets_an_error() -> None:
-    said, returned = run("""
+    result, returned = run("""
         reading, writing = os.pipe()
 
         @idempotent(key="{name}", manager=manager)
@@ -142,6 +142,6 @@ def test_a_guarded_function_that_forks_and_returns_in_the_child_gets_an_error() 
         print(child > 0)
     """)
 
-    assert said.startswith("ApplicationError: a guarded function forked the process")
-    assert "os._exit" in said
+    assert result.startswith("ApplicationError: a guarded function forked the process")
+    assert "os._exit" in result
     assert returned == "True"

@@ -1,4 +1,4 @@
-"""What is drawn of the applications in this repository, and the page as a browser shows it."""
+"""Graphs of the applications in this repository, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from integr8s_idem.operations.graphs.page import as_page
 from tests.support.browser import Browser, Colours
 
 CONTRAST: Final = """
-// The least contrast of all text that is seen, and where it is, by the formula of WCAG 2.
+// Find the visible text with the least contrast, by the formula of WCAG 2.
 const channel = (value) => (value /= 255) <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
 const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
 const colour = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -41,7 +41,7 @@ for (const element of document.querySelectorAll("body *:not(script):not(style)")
 }
 return least;
 """
-LIT: Final = """
+HIGHLIGHTED: Final = """
 const name = (part) => part.querySelector("button").textContent;
 return Object.fromEntries(["is-chosen", "is-needed", "asks"].map((kind) =>
   [kind, [...document.querySelectorAll(".part." + kind)].map(name).sort()]));
@@ -53,8 +53,8 @@ def graphs_of(platform: Platform, overrides: dict[str, Any] | None = None) -> li
     return asyncio.run(make_graphs(platform, settings))
 
 
-def test_each_service_of_the_platform_gets_the_dispatcher_that_its_container_says() -> None:
-    told = {
+def test_the_graphs_show_the_dispatcher_of_each_service() -> None:
+    found = {
         graph.name: (
             graph.dispatcher.type,
             graph.dispatcher.strategy,
@@ -64,7 +64,7 @@ def test_each_service_of_the_platform_gets_the_dispatcher_that_its_container_say
         for graph in graphs_of(providers.platform)
     }
 
-    assert told == {
+    assert found == {
         "coordinator": ("IdempotentEventDispatcher", "event_based", 7_200, "redis"),
         "k8s-worker": ("IdempotentEventDispatcher", "content_hash", 3_600, "redis"),
         "result-processor": ("IdempotentEventDispatcher", "content_hash", 7_200, "redis"),
@@ -72,16 +72,16 @@ def test_each_service_of_the_platform_gets_the_dispatcher_that_its_container_say
     }
 
 
-def test_a_store_in_the_platforms_own_database_makes_the_results_transactional(tmp_path: Path) -> None:
+def test_a_store_in_the_database_of_the_platform_makes_the_results_transactional(tmp_path: Path) -> None:
     file = str(tmp_path / "platform.db")
     overrides = {
         "store": {"kind": "sqlite", "path": file},
         "platform": {"database_url": f"sqlite+aiosqlite:///{file}"},
     }
 
-    told = {graph.name: graph.dispatcher.is_transactional for graph in graphs_of(providers.platform, overrides)}
+    found = {graph.name: graph.dispatcher.is_transactional for graph in graphs_of(providers.platform, overrides)}
 
-    assert told == {
+    assert found == {
         "coordinator": False,
         "k8s-worker": False,
         "result-processor": True,
@@ -90,13 +90,13 @@ def test_a_store_in_the_platforms_own_database_makes_the_results_transactional(t
     assert list(tmp_path.iterdir()) == []  # nothing was opened
 
 
-def test_of_the_first_hour_billing_is_guarded_and_audit_is_not() -> None:
-    told = {graph.name: (graph.dispatcher.is_idempotent, graph.dispatcher.ttl_seconds) for graph in graphs_of(billing)}
+def test_in_the_billing_example_billing_is_guarded_and_audit_is_not() -> None:
+    found = {graph.name: (graph.dispatcher.is_idempotent, graph.dispatcher.ttl_seconds) for graph in graphs_of(billing)}
 
-    assert told == {"billing": (True, 691_200), "audit": (False, None)}
+    assert found == {"billing": (True, 691_200), "audit": (False, None)}
 
 
-def test_nothing_is_connected() -> None:
+def test_making_graphs_opens_no_connections() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -110,13 +110,13 @@ def test_nothing_is_connected() -> None:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of the page of the platform, on a server of this machine."""
+    """Serve the page of the platform and return its address."""
     folder = tmp_path_factory.mktemp("page")
     (folder / "graph.html").write_text(as_page(graphs_of(providers.platform), "providers:platform"), encoding="utf-8")
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
-            """Nobody reads it."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
         serving = threading.Thread(target=server.serve_forever)
@@ -127,16 +127,16 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def button(browser: Browser, service: int, name: str) -> Any:
-    """That of one part."""
-    (found,) = [
+    """Return the button of a component."""
+    (match,) = [
         each
         for each in browser.driver.find_elements(By.CSS_SELECTOR, f"#service-{service} .part button")
         if each.text == name
     ]
-    return found
+    return match
 
 
-def test_the_page_needs_nothing_else_and_has_no_mistakes(browser: Browser, address: str) -> None:
+def test_the_page_loads_no_other_resources_and_has_no_errors(browser: Browser, address: str) -> None:
     browser.open(address)
 
     assert browser.requests() == [address]
@@ -154,23 +154,23 @@ def test_the_page_needs_nothing_else_and_has_no_mistakes(browser: Browser, addre
     assert rows[1][4] == "create_pod ← create_pod_command\ndelete_pod ← delete_pod_command"
 
 
-def test_whoever_comes_to_a_part_sees_what_it_is_made_of_and_who_asks_for_it(browser: Browser, address: str) -> None:
+def test_focusing_a_component_highlights_its_dependencies_and_dependents(browser: Browser, address: str) -> None:
     browser.open(address)
     manager = button(browser, 1, "IdempotencyManager")
 
     browser.script("arguments[0].focus()", manager)
 
-    assert browser.script(LIT) == {
+    assert browser.script(HIGHLIGHTED) == {
         "is-chosen": ["IdempotencyManager"],
         "is-needed": ["IdempotencyConfig", "IdempotencyRepository", "Observer", "ServiceName", "Settings"],
         "asks": ["EventDispatcher", "Steps", "TransactionResources"],
     }
-    # What it is made of: four that it needs itself, and what the three made ones among them need.
+    # Four direct dependencies, and the dependencies of three of them.
     assert browser.script("return document.querySelectorAll('#service-1 .wires path.needs').length") == 4 + 2 + 2 + 2
     assert browser.script("return document.querySelectorAll('#service-1 .wires path.asks').length") == 3
 
     browser.script("arguments[0].focus()", button(browser, 1, "Steps"))
-    assert browser.script(LIT) == {
+    assert browser.script(HIGHLIGHTED) == {
         "is-chosen": ["Steps"],
         "is-needed": [
             "IdempotencyConfig",
@@ -184,34 +184,34 @@ def test_whoever_comes_to_a_part_sees_what_it_is_made_of_and_who_asks_for_it(bro
     }
 
     browser.script("document.activeElement.blur()")
-    assert browser.script(LIT) == {"is-chosen": [], "is-needed": [], "asks": []}
+    assert browser.script(HIGHLIGHTED) == {"is-chosen": [], "is-needed": [], "asks": []}
 
 
-def test_a_click_keeps_what_is_lit_until_escape(browser: Browser, address: str) -> None:
+def test_a_click_keeps_the_highlight_until_escape(browser: Browser, address: str) -> None:
     browser.open(address)
     dispatcher = button(browser, 4, "EventDispatcher")
 
     dispatcher.click()
     browser.script("arguments[0].blur()", dispatcher)
-    assert browser.script(LIT)["is-chosen"] == ["EventDispatcher"]
+    assert browser.script(HIGHLIGHTED)["is-chosen"] == ["EventDispatcher"]
     assert dispatcher.get_attribute("aria-pressed") == "true"
 
     dispatcher.send_keys(Keys.ESCAPE)
-    assert browser.script(LIT)["is-chosen"] == []
+    assert browser.script(HIGHLIGHTED)["is-chosen"] == []
     assert dispatcher.get_attribute("aria-pressed") == "false"
 
 
-def test_all_text_can_be_read(browser: Browser, address: str) -> None:
-    for colours in get_args(Colours):
-        browser.prefer(colours)
+def test_all_text_has_sufficient_contrast(browser: Browser, address: str) -> None:
+    for scheme in get_args(Colours):
+        browser.prefer(scheme)
         browser.open(address)
 
         ratio, where = browser.script(CONTRAST)
 
-        assert ratio >= 4.5, (colours, where)  # WCAG 2, level AA
+        assert ratio >= 4.5, (scheme, where)  # WCAG 2, level AA
 
 
-def test_nothing_stands_beyond_the_edge(browser: Browser, address: str) -> None:
+def test_nothing_overflows_the_page(browser: Browser, address: str) -> None:
     browser.open(address)
     for width in (400, 1280):
         browser.resize(width)
@@ -225,7 +225,7 @@ def test_nothing_stands_beyond_the_edge(browser: Browser, address: str) -> None:
         assert beyond == [], width
 
 
-def test_headings_and_landmarks_lead_through_the_page(browser: Browser, address: str) -> None:
+def test_the_page_has_an_outline_of_headings_and_landmarks(browser: Browser, address: str) -> None:
     browser.open(address)
 
     levels = browser.script(

@@ -1,4 +1,4 @@
-"""A response leaves when it is remembered, and is remembered when what the request wrote has committed."""
+"""A response is sent after its outcome is stored, and stored after the request's transaction has committed."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from tests.support.http_server import client_of
 
 KEY = {"Idempotency-Key": '"8e03978e-40d5-43dd-bc93-6894a57f9324"'}
 GUARD: Any = IdempotencyKeyMiddleware
-"""Litestar has types of its own for ASGI."""
+"""`Any`, because Litestar defines its own ASGI types."""
 
 
 class Session:
-    """What commits at the end of a request."""
+    """A session that commits at the end of a request."""
 
 
 class Recording(FlakyStore):
-    """Says when an outcome is written."""
+    """Records when an outcome is stored."""
 
     def __init__(self, steps: list[str]) -> None:
         super().__init__(MemoryIdempotencyRepository())
         self._steps = steps
 
     async def complete(self, completions: Any) -> list[bool]:
-        self._steps.append("remembered")
+        self._steps.append("stored")
         return await super().complete(completions)
 
 
 @dataclass
 class Shop:
     steps: list[str] = field(default_factory=list)
-    """In the order in which they were made."""
+    """Steps in the order of their execution."""
     fails: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -78,12 +78,12 @@ class Shop:
         return {"done": True}
 
     def watched(self, app: Any) -> Any:
-        """`app` behind a note of when its response leaves."""
+        """Wrap `app` to record when its response is sent."""
 
         async def watching(scope: ASGIScope, receive: Receive, send: Send) -> None:
             async def sent(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    self.steps.append(f"left with {message['status']}")
+                    self.steps.append(f"sent {message['status']}")
                 await send(message)
 
             await app(scope, receive, sent)
@@ -129,60 +129,60 @@ def litestar_dishka(shop: Shop) -> Any:
     return app
 
 
-House = Callable[[Shop], Any]
-EVERY = pytest.mark.parametrize("house", [fastapi_dishka, fastapi_yield, litestar_dishka])
+MakeApp = Callable[[Shop], Any]
+ALL = pytest.mark.parametrize("make_app", [fastapi_dishka, fastapi_yield, litestar_dishka])
 
 
-async def _asked(house: House, shop: Shop, times: int = 2) -> list[httpx.Response]:
-    async with client_of(shop.watched(house(shop))) as client:
+async def _responses(make_app: MakeApp, shop: Shop, times: int = 2) -> list[httpx.Response]:
+    async with client_of(shop.watched(make_app(shop))) as client:
         return [await client.post("/orders", headers=KEY) for _ in range(times)]
 
 
-@EVERY
-async def test_it_leaves_when_it_is_remembered_and_that_is_when_it_has_committed(house: House) -> None:
+@ALL
+async def test_the_response_is_sent_after_the_commit_and_the_stored_outcome(make_app: MakeApp) -> None:
     shop = Shop()
-    first, again = await _asked(house, shop)
+    first, again = await _responses(make_app, shop)
     assert first.json() == again.json() == {"done": True}
-    assert shop.steps == ["done", "committed", "remembered", "left with 200", "left with 200"]
+    assert shop.steps == ["done", "committed", "stored", "sent 200", "sent 200"]
 
 
-@EVERY
-async def test_what_did_not_commit_is_not_answered_as_if_it_had_and_a_retry_runs_again(house: House) -> None:
+@ALL
+async def test_a_failed_commit_is_an_error_and_a_retry_runs_again(make_app: MakeApp) -> None:
     shop = Shop(fails={"commit"})
-    assert [response.status_code for response in await _asked(house, shop)] == [500, 500]
-    # Where nobody else answers an exception, the server does.
-    assert [step for step in shop.steps if step != "left with 500"] == ["done", "done"]
+    assert [response.status_code for response in await _responses(make_app, shop)] == [500, 500]
+    # The server sends the 500 if the application does not handle the exception.
+    assert [step for step in shop.steps if step != "sent 500"] == ["done", "done"]
 
 
-@EVERY
-async def test_once_it_commits_a_retry_is_the_first_that_is_done(house: House) -> None:
+@ALL
+async def test_the_first_committed_retry_is_stored(make_app: MakeApp) -> None:
     shop = Shop(fails={"commit"})
-    async with client_of(house(shop)) as client:
+    async with client_of(make_app(shop)) as client:
         assert (await client.post("/orders", headers=KEY)).status_code == 500
         shop.fails.clear()
         for _ in range(2):
             assert (await client.post("/orders", headers=KEY)).status_code == 200
-    assert shop.steps == ["done", "done", "committed", "remembered"]
+    assert shop.steps == ["done", "done", "committed", "stored"]
 
 
-@EVERY
-async def test_an_endpoint_that_fails_is_run_again(house: House) -> None:
+@ALL
+async def test_a_failed_endpoint_runs_again(make_app: MakeApp) -> None:
     shop = Shop(fails={"handler"})
-    assert [response.status_code for response in await _asked(house, shop)] == [500, 500]
+    assert [response.status_code for response in await _responses(make_app, shop)] == [500, 500]
     assert shop.steps.count("done") == 2
-    assert "remembered" not in shop.steps
+    assert "stored" not in shop.steps
 
 
-@EVERY
-async def test_an_http_exception_is_remembered_when_its_scope_has_ended(house: House) -> None:
-    """FastAPI's own dependency rolls back and Dishka's commits; that is theirs to say."""
+@ALL
+async def test_an_http_exception_is_stored_after_its_scope_has_ended(make_app: MakeApp) -> None:
+    """FastAPI's dependency rolls back, and Dishka's commits."""
     shop = Shop(fails={"missing"})
-    assert [response.status_code for response in await _asked(house, shop)] == [410, 410]
-    ended = "rolled back" if house is fastapi_yield else "committed"
-    assert shop.steps == ["done", ended, "remembered", "left with 410", "left with 410"]
+    assert [response.status_code for response in await _responses(make_app, shop)] == [410, 410]
+    ended = "rolled back" if make_app is fastapi_yield else "committed"
+    assert shop.steps == ["done", ended, "stored", "sent 410", "sent 410"]
 
 
-async def test_fastapi_within_dishkas_middleware_the_guard_refuses_to_work(caplog: pytest.LogCaptureFixture) -> None:
+async def test_in_fastapi_the_middleware_refuses_to_run_inside_dishkas(caplog: pytest.LogCaptureFixture) -> None:
     shop, app = Shop(), FastAPI()
 
     @app.post("/orders")
@@ -198,7 +198,7 @@ async def test_fastapi_within_dishkas_middleware_the_guard_refuses_to_work(caplo
 
 
 @pytest.mark.parametrize("place", ["application", "route"])
-async def test_litestar_within_dishkas_scope_the_guard_refuses_to_work(place: str) -> None:
+async def test_in_litestar_the_middleware_refuses_to_run_inside_dishkas(place: str) -> None:
     shop = Shop()
     guard: list[Any] = [DefineMiddleware(GUARD, manager=shop.manager, identity=anyone)]
 

@@ -1,4 +1,4 @@
-"""The guard in FastAPI, Starlette and Litestar behind a real server: for the application, for paths, for a route."""
+"""The middleware in FastAPI, Starlette and Litestar on a real server: for an application, paths, or a route."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class NewOrder(BaseModel):
 
 @dataclass
 class Shop:
-    """What is done by the applications below."""
+    """Records the effects of the applications below."""
 
     done: list[str] = field(default_factory=list)
-    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    may_finish: asyncio.Event = field(default_factory=asyncio.Event)
     manager: IdempotencyManager = field(
         default_factory=lambda: IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="shop")
     )
@@ -52,16 +52,16 @@ class Shop:
     async def place(self, item: str) -> dict[str, object]:
         self.done.append(item)
         if item == "slow":
-            await self.go_on.wait()
+            await self.may_finish.wait()
         if item == "broken":
             raise RuntimeError("broken")
         return {"order": len(self.done)}
 
 
 GUARD: Any = IdempotencyKeyMiddleware
-"""Litestar has types of its own for ASGI."""
+"""`Any`, because Litestar defines its own ASGI types."""
 
-# Each has POST /orders, which is guarded, and POST /free, which is not unless all is.
+# Each application has POST /orders, which is guarded, and POST /free, which is guarded only with the whole application.
 
 
 def _fastapi(shop: Shop) -> FastAPI:
@@ -172,14 +172,14 @@ def litestar_around(shop: Shop) -> Any:
     return app
 
 
-House = Callable[[Shop], Any]
-WHOLE: list[House] = [fastapi_application, starlette_application, starlette_mount, litestar_application]
+MakeApp = Callable[[Shop], Any]
+WHOLE: list[MakeApp] = [fastapi_application, starlette_application, starlette_mount, litestar_application]
 WHOLE += [litestar_around]
-PART: list[House] = [fastapi_paths, fastapi_mounted, starlette_paths, starlette_route, litestar_paths, litestar_route]
+PART: list[MakeApp] = [fastapi_paths, fastapi_mounted, starlette_paths, starlette_route, litestar_paths, litestar_route]
 
 
 @dataclass
-class Asked:
+class ShopClient:
     client: httpx.AsyncClient
     shop: Shop
     prefix: str
@@ -189,104 +189,104 @@ class Asked:
 
 
 @pytest.fixture
-async def asked(request: pytest.FixtureRequest) -> AsyncIterator[Asked]:
-    house: House = request.param
-    async with asking(house) as asked:
-        yield asked
+async def shop_client(request: pytest.FixtureRequest) -> AsyncIterator[ShopClient]:
+    make_app: MakeApp = request.param
+    async with open_client(make_app) as shop_client:
+        yield shop_client
 
 
 @asynccontextmanager
-async def asking(house: House) -> AsyncIterator[Asked]:
+async def open_client(make_app: MakeApp) -> AsyncIterator[ShopClient]:
     shop = Shop()
-    async with client_of(house(shop)) as client:
-        yield Asked(client, shop, "/v1" if house in (fastapi_mounted, starlette_mount) else "")
+    async with client_of(make_app(shop)) as client:
+        yield ShopClient(client, shop, "/v1" if make_app in (fastapi_mounted, starlette_mount) else "")
 
 
-EVERY = pytest.mark.parametrize("asked", WHOLE + PART, indirect=True, ids=lambda house: house.__name__)
+ALL = pytest.mark.parametrize("shop_client", WHOLE + PART, indirect=True, ids=lambda make_app: make_app.__name__)
 
 
-@EVERY
-async def test_a_retry_gets_the_first_response_and_another_payload_none(asked: Asked) -> None:
-    first, again = await asked.order("book"), await asked.order("book")
+@ALL
+async def test_a_retry_gets_the_first_response_and_a_different_payload_is_refused(shop_client: ShopClient) -> None:
+    first, again = await shop_client.order("book"), await shop_client.order("book")
 
     assert (first.status_code, first.json()) == (201, {"order": 1})
     assert (again.status_code, again.content) == (201, first.content)
     assert again.headers["idempotency-replayed"] == "true"
     assert again.headers["content-type"] == first.headers["content-type"]
-    assert (await asked.order("pen")).status_code == 422
-    assert asked.shop.done == ["book"]
+    assert (await shop_client.order("pen")).status_code == 422
+    assert shop_client.shop.done == ["book"]
 
 
-@EVERY
-async def test_a_retry_that_comes_too_early_gets_409(asked: Asked) -> None:
-    first = asyncio.create_task(asked.order("slow"))
-    await eventually(lambda: asked.shop.done)
+@ALL
+async def test_a_retry_during_the_first_request_gets_409(shop_client: ShopClient) -> None:
+    first = asyncio.create_task(shop_client.order("slow"))
+    await eventually(lambda: shop_client.shop.done)
 
-    assert (await asked.order("slow")).status_code == 409
-    asked.shop.go_on.set()
+    assert (await shop_client.order("slow")).status_code == 409
+    shop_client.shop.may_finish.set()
     assert (await first).status_code == 201
-    assert (await asked.order("slow")).headers["idempotency-replayed"] == "true"
-    assert asked.shop.done == ["slow"]
+    assert (await shop_client.order("slow")).headers["idempotency-replayed"] == "true"
+    assert shop_client.shop.done == ["slow"]
 
 
-@EVERY
-async def test_an_exception_of_the_framework_for_http_is_an_outcome(asked: Asked) -> None:
-    first, again = await asked.order("missing"), await asked.order("missing")
+@ALL
+async def test_an_http_exception_of_the_framework_is_stored_as_an_outcome(shop_client: ShopClient) -> None:
+    first, again = await shop_client.order("missing"), await shop_client.order("missing")
 
     assert (first.status_code, again.status_code) == (410, 410)
     assert again.content == first.content
-    assert asked.shop.done == ["missing"]
+    assert shop_client.shop.done == ["missing"]
 
 
-@EVERY
-async def test_what_the_framework_refuses_to_read_is_an_outcome_and_its_correction_another_request(
-    asked: Asked,
+@ALL
+async def test_a_validation_error_is_stored_and_a_corrected_request_needs_another_key(
+    shop_client: ShopClient,
 ) -> None:
-    path = f"{asked.prefix}/orders"
-    first = await asked.client.post(path, json={"nothing": 1}, headers=KEY)
-    again = await asked.client.post(path, json={"nothing": 1}, headers=KEY)
+    path = f"{shop_client.prefix}/orders"
+    first = await shop_client.client.post(path, json={"nothing": 1}, headers=KEY)
+    again = await shop_client.client.post(path, json={"nothing": 1}, headers=KEY)
 
     assert first.status_code == again.status_code in (400, 422)
     assert again.content == first.content
     assert again.headers["idempotency-replayed"] == "true"
-    assert (await asked.order("book")).json()["title"] == "Idempotency-Key is already used"
+    assert (await shop_client.order("book")).json()["title"] == "Idempotency-Key is already used"
 
 
-@EVERY
-async def test_any_other_exception_is_500_and_a_retry_runs_again(asked: Asked) -> None:
-    assert [(await asked.order("broken")).status_code for _ in range(2)] == [500, 500]
-    assert asked.shop.done == ["broken", "broken"]
+@ALL
+async def test_any_other_exception_is_500_and_a_retry_runs_again(shop_client: ShopClient) -> None:
+    assert [(await shop_client.order("broken")).status_code for _ in range(2)] == [500, 500]
+    assert shop_client.shop.done == ["broken", "broken"]
 
 
-@EVERY
-async def test_a_key_that_is_malformed_is_refused(asked: Asked) -> None:
-    response = await asked.client.post(
-        f"{asked.prefix}/orders", json={"item": "book"}, headers={"Idempotency-Key": "no quotes"}
+@ALL
+async def test_a_malformed_key_is_refused(shop_client: ShopClient) -> None:
+    response = await shop_client.client.post(
+        f"{shop_client.prefix}/orders", json={"item": "book"}, headers={"Idempotency-Key": "no quotes"}
     )
     assert (response.status_code, response.headers["content-type"]) == (400, "application/problem+json")
-    assert not asked.shop.done
+    assert not shop_client.shop.done
 
 
-@pytest.mark.parametrize("asked", PART, indirect=True, ids=lambda house: house.__name__)
-async def test_what_is_not_named_is_not_guarded(asked: Asked) -> None:
+@pytest.mark.parametrize("shop_client", PART, indirect=True, ids=lambda make_app: make_app.__name__)
+async def test_other_paths_are_not_guarded(shop_client: ShopClient) -> None:
     for _ in range(2):
-        assert "idempotency-replayed" not in (await asked.order("book", "/free")).headers
-    assert asked.shop.done == ["book", "book"]
+        assert "idempotency-replayed" not in (await shop_client.order("book", "/free")).headers
+    assert shop_client.shop.done == ["book", "book"]
 
 
-@pytest.mark.parametrize("asked", WHOLE, indirect=True, ids=lambda house: house.__name__)
-async def test_a_key_is_good_for_one_path(asked: Asked) -> None:
-    await asked.order("book")
-    await asked.order("book", "/free")
-    assert (await asked.order("book", "/free")).headers["idempotency-replayed"] == "true"
-    assert asked.shop.done == ["book", "book"]
+@pytest.mark.parametrize("shop_client", WHOLE, indirect=True, ids=lambda make_app: make_app.__name__)
+async def test_a_key_belongs_to_one_path(shop_client: ShopClient) -> None:
+    await shop_client.order("book")
+    await shop_client.order("book", "/free")
+    assert (await shop_client.order("book", "/free")).headers["idempotency-replayed"] == "true"
+    assert shop_client.shop.done == ["book", "book"]
 
 
 @pytest.mark.parametrize("path", ["/orders/", "//orders"])
-@pytest.mark.parametrize("house", [litestar_paths, litestar_route])
-async def test_litestar_overlooks_slashes_and_so_does_the_guard(house: House, path: str) -> None:
-    async with asking(house) as asked:
-        base = str(asked.client.base_url).rstrip("/")
+@pytest.mark.parametrize("make_app", [litestar_paths, litestar_route])
+async def test_extra_slashes_are_ignored_by_litestar_and_the_middleware(make_app: MakeApp, path: str) -> None:
+    async with open_client(make_app) as shop_client:
+        base = str(shop_client.client.base_url).rstrip("/")
         for _ in range(2):
-            assert (await asked.client.post(base + path, json={"item": "book"}, headers=KEY)).status_code == 201
-        assert asked.shop.done == ["book"]
+            assert (await shop_client.client.post(base + path, json={"item": "book"}, headers=KEY)).status_code == 201
+        assert shop_client.shop.done == ["book"]

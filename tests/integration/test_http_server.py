@@ -1,4 +1,4 @@
-"""The guard behind a real server and, where it matters, before a real Redis: what HTTP does to requests."""
+"""The middleware on a real HTTP server and, where it matters, with real Redis."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def _guarded(answer: Answer, manager: IdempotencyManager | None = None, **option
 
 
 class Echo:
-    """Answers with the body that it was sent, and counts."""
+    """Answers with the request body and records it."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
-        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
-        self.go_on.set()
+        self.started, self.may_finish = asyncio.Event(), asyncio.Event()
+        self.may_finish.set()
 
     async def answer(self, request: Request) -> Response:
         self.bodies.append(await request.body())
-        self.begun.set()
-        await self.go_on.wait()
+        self.started.set()
+        await self.may_finish.wait()
         return Response(self.bodies[-1], media_type="application/octet-stream")
 
 
@@ -59,7 +59,7 @@ async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
         await writer.wait_closed()
 
 
-async def _told(reader: asyncio.StreamReader) -> tuple[str, dict[str, str], bytes]:
+async def _response(reader: asyncio.StreamReader) -> tuple[str, dict[str, str], bytes]:
     """Status, headers and body of the next response."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
@@ -67,13 +67,13 @@ async def _told(reader: asyncio.StreamReader) -> tuple[str, dict[str, str], byte
     return head[0].split(" ", 2)[1], headers, body
 
 
-async def _asked(port: int, key: str) -> tuple[str, dict[str, str], bytes]:
+async def _request(port: int, key: str) -> tuple[str, dict[str, str], bytes]:
     async with connected(port) as (reader, writer):
         writer.write(HEAD.replace(b'"a"', key.encode()) + b"Content-Length: 0\r\n\r\n")
-        return await _told(reader)
+        return await _response(reader)
 
 
-async def test_a_body_that_comes_in_chunks_is_the_same_as_one_that_comes_whole() -> None:
+async def test_chunked_and_whole_bodies_have_the_same_fingerprint() -> None:
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(3):
             yield b"x" * 1000
@@ -87,32 +87,32 @@ async def test_a_body_that_comes_in_chunks_is_the_same_as_one_that_comes_whole()
     assert len(echo.bodies) == 1
 
 
-async def test_a_client_that_waits_to_be_told_to_go_on_is_told_so_only_if_its_key_will_do() -> None:
+async def test_100_continue_is_sent_only_for_a_valid_key() -> None:
     echo = Echo()
     async with serving(_guarded(echo.answer)) as port:
         async with connected(port) as (reader, writer):
             writer.write(HEAD + b"Content-Length: 4\r\nExpect: 100-continue\r\n\r\n")
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
             writer.write(b"body")
-            assert (await _told(reader))[::2] == ("200", b"body")
+            assert (await _response(reader))[::2] == ("200", b"body")
         async with connected(port) as (reader, writer):
             head = HEAD.replace(b'"a"', b"a")
             writer.write(head + b"Content-Length: 4\r\nExpect: 100-continue\r\n\r\n")
-            assert (await _told(reader))[0] == "400"
+            assert (await _response(reader))[0] == "400"
     assert echo.bodies == [b"body"]
 
 
-async def test_a_header_cannot_be_split_by_what_is_in_a_key() -> None:
+async def test_a_key_cannot_split_a_header() -> None:
     echo = Echo()
     async with serving(_guarded(echo.answer)) as port:
         for value in (b'"a\r\nb"', b'"a\rb"', b'"a\nX-User: ada"', b'"a\0b"', b'"a\tb"'):
             async with connected(port) as (reader, writer):
                 writer.write(HEAD.replace(b'"a"', value) + b"Content-Length: 0\r\n\r\n")
-                assert (await _told(reader))[0] == "400", value
+                assert (await _response(reader))[0] == "400", value
     assert not echo.bodies
 
 
-async def test_a_client_that_goes_in_the_midst_of_its_body_has_asked_for_nothing() -> None:
+async def test_a_request_with_an_incomplete_body_is_not_handled() -> None:
     echo = Echo()
     async with serving(_guarded(echo.answer)) as port:
         async with connected(port) as (_, writer):
@@ -120,32 +120,32 @@ async def test_a_client_that_goes_in_the_midst_of_its_body_has_asked_for_nothing
             await writer.drain()
         async with connected(port) as (reader, writer):
             writer.write(HEAD + b"Content-Length: 4\r\n\r\nbody")
-            assert "idempotency-replayed" not in (await _told(reader))[1]
+            assert "idempotency-replayed" not in (await _response(reader))[1]
     assert echo.bodies == [b"body"]
 
 
-async def test_a_client_that_goes_while_its_request_is_done_finds_the_response_when_it_comes_again() -> None:
+async def test_a_client_that_disconnects_gets_the_response_when_it_retries() -> None:
     echo = Echo()
-    echo.go_on.clear()
+    echo.may_finish.clear()
     async with serving(_guarded(echo.answer, wait=timedelta(seconds=60))) as port:
         async with connected(port) as (_, writer):
             writer.write(HEAD + b"Content-Length: 4\r\n\r\nbody")
-            await echo.begun.wait()
-        echo.go_on.set()
+            await echo.started.wait()
+        echo.may_finish.set()
         async with connected(port) as (reader, writer):
             writer.write(HEAD + b"Content-Length: 4\r\n\r\nbody")
-            status, headers, body = await _told(reader)
+            status, headers, body = await _response(reader)
     assert (status, headers["idempotency-replayed"], body) == ("200", "true", b"body")
     assert len(echo.bodies) == 1
 
 
-async def test_an_application_that_stops_when_its_client_goes_has_done_nothing() -> None:
-    asked, gone = [], asyncio.Event()
+async def test_a_request_aborted_on_disconnect_is_handled_again_on_a_retry() -> None:
+    runs, gone = [], asyncio.Event()
 
     async def answer(request: Request) -> Response:
-        asked.append(True)
-        if len(asked) == 1:
-            while not await request.is_disconnected():  # noqa: ASYNC110  # nobody tells
+        runs.append(True)
+        if len(runs) == 1:
+            while not await request.is_disconnected():  # noqa: ASYNC110  # there is no notification
                 await asyncio.sleep(0.01)
             gone.set()
             raise ClientDisconnect
@@ -154,16 +154,16 @@ async def test_an_application_that_stops_when_its_client_goes_has_done_nothing()
     async with serving(_guarded(answer)) as port:
         async with connected(port) as (_, writer):
             writer.write(HEAD + b"Content-Length: 0\r\n\r\n")
-            await eventually(lambda: asked)
+            await eventually(lambda: runs)
         await gone.wait()
-        while (status := await _asked(port, '"a"'))[0] == "409":  # noqa: ASYNC110  # the server's task ends by itself
+        while (status := await _request(port, '"a"'))[0] == "409":  # noqa: ASYNC110  # the server's task ends by itself
             await asyncio.sleep(0.01)
     assert status[::2] == ("200", b"done")
-    assert len(asked) == 2
+    assert len(runs) == 2
 
 
 @pytest.mark.parametrize("status", [200, 204, 304])
-async def test_a_response_without_a_body_leaves_the_connection_in_order(status: int) -> None:
+async def test_a_response_without_a_body_keeps_the_connection_usable(status: int) -> None:
     async def answer(request: Request) -> Response:
         response = Response(status_code=status)
         for name in ("a", "b"):
@@ -179,7 +179,7 @@ async def test_a_response_without_a_body_leaves_the_connection_in_order(status: 
 
 
 @pytest.mark.parametrize("megabytes", [1, 8])
-async def test_a_response_of_any_size_arrives_whole_and_is_given_again_if_it_was_kept(megabytes: int) -> None:
+async def test_a_response_of_any_size_arrives_whole_and_is_replayed_if_stored(megabytes: int) -> None:
     size, runs = megabytes * 1_000_000, []
 
     async def answer(request: Request) -> Response:
@@ -193,7 +193,7 @@ async def test_a_response_of_any_size_arrives_whole_and_is_given_again_if_it_was
     assert len(runs) == 1
 
 
-async def test_a_file_is_given_again_though_it_has_changed(tmp_path: Path) -> None:
+async def test_a_file_response_is_replayed_after_the_file_has_changed(tmp_path: Path) -> None:
     file = tmp_path / "invoice"
     file.write_bytes(b"invoice 1")
 
@@ -206,12 +206,12 @@ async def test_a_file_is_given_again_though_it_has_changed(tmp_path: Path) -> No
         assert first.content == (await client.post("/", headers=KEY)).content == b"invoice 1"
 
 
-async def test_events_that_a_server_sends_arrive_one_by_one() -> None:
-    go_on = asyncio.Event()
+async def test_server_sent_events_arrive_one_by_one() -> None:
+    may_finish = asyncio.Event()
 
     async def events() -> AsyncIterator[bytes]:
         yield b"data: 1\n\n"
-        await go_on.wait()
+        await may_finish.wait()
         yield b"data: 2\n\n"
 
     async def answer(request: Request) -> Response:
@@ -220,14 +220,14 @@ async def test_events_that_a_server_sends_arrive_one_by_one() -> None:
     async with client_of(_guarded(answer)) as client, client.stream("POST", "/", headers=KEY) as response:
         seen = response.aiter_raw()
         assert await anext(seen) == b"data: 1\n\n"
-        go_on.set()
+        may_finish.set()
         assert await anext(seen) == b"data: 2\n\n"
 
 
-async def test_a_thousand_requests_with_fifty_keys_to_two_servers_run_fifty(
+async def test_a_thousand_requests_with_fifty_keys_to_two_servers_run_fifty_times(
     redis_url: str, redis_client: Redis
 ) -> None:
-    """The servers share nothing but the Redis, as two processes would."""
+    """The servers share only Redis, like two processes."""
 
     async def answer(request: Request) -> Response:
         key = request.headers["idempotency-key"]
@@ -239,16 +239,16 @@ async def test_a_thousand_requests_with_fifty_keys_to_two_servers_run_fifty(
         ports = []
         for _ in range(2):
             client = await stack.enter_async_context(Redis.from_url(redis_url))
-            # A loop with a thousand clients and two servers in it may be longer at its turns than a store is given.
+            # With a thousand clients and two servers, one turn of the event loop may exceed the default timeout.
             store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=60))
             manager = IdempotencyManager(IdempotencyConfig(), store, scope="shop")
             stack.push_async_callback(manager.close)
             app = _guarded(answer, manager, wait=timedelta(seconds=100))
             ports.append(await stack.enter_async_context(serving(app)))
         keys = [f'"{number % 50}"' for number in range(1000)]
-        # Each key at both servers, and all at once.
-        told = await asyncio.gather(*(_asked(ports[number // 50 % 2], key) for number, key in enumerate(keys)))
+        # Each key on both servers, all concurrently.
+        responses = await asyncio.gather(*(_request(ports[number // 50 % 2], key) for number, key in enumerate(keys)))
 
-    assert [body.decode() for _, _, body in told] == [f"{key} 1" for key in keys]
-    assert Counter(headers.get("idempotency-replayed") for _, headers, _ in told) == {None: 50, "true": 950}
+    assert [body.decode() for _, _, body in responses] == [f"{key} 1" for key in keys]
+    assert Counter(headers.get("idempotency-replayed") for _, headers, _ in responses) == {None: 50, "true": 950}
     assert await redis_client.hgetall("effects") == {key.encode(): b"1" for key in keys}

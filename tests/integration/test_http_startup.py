@@ -1,4 +1,4 @@
-"""A guard that lacks something fails the startup of its application, not each of its requests."""
+"""An incomplete middleware configuration fails the startup of the application, not each request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.http_server import client_of
 FOLDER = Path(__file__).parents[2]
 KEY = {"Idempotency-Key": '"8e03978e-40d5-43dd-bc93-6894a57f9324"'}
 GUARD: Any = IdempotencyKeyMiddleware
-"""Called without what its signature asks for."""
+"""`Any`, so that tests can omit required arguments."""
 
 
 def _manager() -> IdempotencyManager:
@@ -79,7 +79,7 @@ BY_CONTAINER: list[tuple[Callable[[], dict[str, Any]], str]] = [
 
 
 class Life:
-    """The lifespan of an application, as it went."""
+    """Records the lifespan events of an application."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -119,45 +119,45 @@ APPLICATIONS = [_fastapi, _starlette, _within_others]
 
 
 async def _served(app: Any, **options: Any) -> uvicorn.Server:
-    """A server that was asked to serve, once it has refused."""
+    """Start a server that refuses to serve, and return it."""
     config = uvicorn.Config(app, port=0, ws="none", log_config=None, **options)
     server = uvicorn.Server(config)
     async with asyncio.timeout(10):
         with suppress(SystemExit):
-            await server._serve()  # which leaves signals to the test
+            await server._serve()  # unlike `serve`, installs no signal handlers
     return server
 
 
 @pytest.mark.parametrize("make", APPLICATIONS)
 @pytest.mark.parametrize("lifespan", ["auto", "on"])
-@pytest.mark.parametrize(("options", "told"), [*BY_ARGUMENTS, *BY_CONTAINER])
+@pytest.mark.parametrize(("options", "error"), [*BY_ARGUMENTS, *BY_CONTAINER])
 async def test_the_server_exits_with_a_clear_error(
-    make: Any, lifespan: Any, options: Any, told: str, caplog: pytest.LogCaptureFixture
+    make: Any, lifespan: Any, options: Any, error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR, "uvicorn.error"):
         server = await _served(make(Life(), **options()), lifespan=lifespan)
 
     assert not server.started
     assert server.lifespan.should_exit
-    assert told in caplog.text
+    assert error in caplog.text
 
 
 @pytest.mark.parametrize("make", APPLICATIONS)
-@pytest.mark.parametrize(("options", "told"), [*BY_ARGUMENTS, *BY_CONTAINER])
+@pytest.mark.parametrize(("options", "error"), [*BY_ARGUMENTS, *BY_CONTAINER])
 async def test_without_a_lifespan_a_request_fails_with_the_same_error(
-    make: Any, options: Any, told: str, caplog: pytest.LogCaptureFixture
+    make: Any, options: Any, error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     life = Life()
     async with client_of(make(life, **options()), lifespan="off") as client:
         for _ in range(2):
             assert (await client.post("/", headers=KEY)).status_code == 500
-    assert told in caplog.text
+    assert error in caplog.text
     assert life.seen == []
 
 
-@pytest.mark.parametrize(("options", "told"), [*BY_ARGUMENTS, *BY_CONTAINER])
-async def test_whoever_runs_the_lifespan_is_notified_and_sees_the_error(options: Any, told: str) -> None:
-    """As clients of tests do, which run the lifespan themselves."""
+@pytest.mark.parametrize(("options", "error"), [*BY_ARGUMENTS, *BY_CONTAINER])
+async def test_a_failed_startup_is_sent_to_the_lifespan_and_raised(options: Any, error: str) -> None:
+    """Test clients run the lifespan themselves."""
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -166,21 +166,21 @@ async def test_whoever_runs_the_lifespan_is_notified_and_sees_the_error(options:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    with pytest.raises(ApplicationError, match=told):
+    with pytest.raises(ApplicationError, match=error):
         await _starlette(Life(), **options())({"type": "lifespan", "state": {}}, receive, send)
     [message] = sent
     assert message["type"] == "lifespan.startup.failed"
-    assert told in message["message"]
+    assert error in message["message"]
 
 
-@pytest.mark.parametrize(("options", "told"), BY_CONTAINER)
-async def test_what_the_application_has_opened_is_closed_again(options: Any, told: str) -> None:
+@pytest.mark.parametrize(("options", "error"), BY_CONTAINER)
+async def test_the_lifespan_of_the_application_is_closed_after_the_error(options: Any, error: str) -> None:
     life = Life()
     await _served(_starlette(life, **options()))
     assert life.seen == ["opened", "closed"]
 
 
-async def test_an_application_that_fails_to_close_does_not_hide_the_error(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_while_closing_does_not_hide_the_startup_error(caplog: pytest.LogCaptureFixture) -> None:
     @asynccontextmanager
     async def span(_: Any) -> AsyncIterator[None]:
         yield
@@ -194,7 +194,7 @@ async def test_an_application_that_fails_to_close_does_not_hide_the_error(caplog
     await eventually(lambda: "not closed" in caplog.text)
 
 
-async def test_a_container_that_the_application_fills_at_its_startup_is_asked_after_that() -> None:
+async def test_the_container_is_used_after_the_startup_of_the_application() -> None:
     filled: list[IdempotencyManager] = []
     provider = Provider(scope=Scope.APP)
     provider.provide(lambda: filled[0], provides=IdempotencyManager)
@@ -212,7 +212,7 @@ async def test_a_container_that_the_application_fills_at_its_startup_is_asked_af
 
 
 @pytest.mark.parametrize("make", APPLICATIONS)
-async def test_an_application_with_a_container_starts_and_ends_as_without_it(make: Any) -> None:
+async def test_an_application_with_a_container_starts_and_stops(make: Any) -> None:
     life = Life()
     async with client_of(make(life, identity=anyone, container=_full()), lifespan="on") as client:
         assert (await client.post("/", headers=KEY)).status_code == 200
@@ -220,18 +220,18 @@ async def test_an_application_with_a_container_starts_and_ends_as_without_it(mak
     assert life.seen == ["opened", "closed"]
 
 
-@pytest.mark.parametrize(("options", "told"), BY_ARGUMENTS)
-async def test_elsewhere_the_error_is_that_of_the_line_that_makes_it(options: Any, told: str) -> None:
-    """In an event loop, too, in which uvicorn imports an application."""
+@pytest.mark.parametrize(("options", "error"), BY_ARGUMENTS)
+async def test_without_a_lifespan_the_constructor_raises_the_error(options: Any, error: str) -> None:
+    """Also in a running event loop, in which uvicorn imports an application."""
     routes = [Route("/", _answer, methods=["POST"])]
-    told_by = pytest.raises((ApplicationError, TypeError), match=told)
-    with told_by:
+    raises_error = pytest.raises((ApplicationError, TypeError), match=error)
+    with raises_error:
         GUARD(Starlette(), **options())
-    with told_by:
+    with raises_error:
         Route("/", _answer, middleware=[Middleware(GUARD, **options())])
-    with told_by:
+    with raises_error:
         Mount("/v1", routes=routes, middleware=[Middleware(GUARD, **options())])
-    with told_by:
+    with raises_error:
         Litestar(middleware=[DefineMiddleware(GUARD, **options())])
 
 

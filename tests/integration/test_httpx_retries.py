@@ -1,4 +1,4 @@
-"""The client that retries, a real server, and a proxy between them that does what networks do: one effect each."""
+"""The retrying client and a real server, with network faults between them: every request has one effect."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ BODY = {"item": "b" * 2000}
 
 @dataclass
 class Shop:
-    """A guarded application that counts what it does, and the proxy before it."""
+    """A guarded application that counts its effects, behind a fault proxy."""
 
     proxy: FaultProxy
     store: FlakyStore
     done: list[str] = field(default_factory=list)
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    may_finish: asyncio.Event = field(default_factory=asyncio.Event)
     refusals: list[Response] = field(default_factory=list)
-    """What a server before the guard says to the first requests."""
+    """Responses of a server in front of the guard to the first requests."""
 
     @property
     def url(self) -> str:
@@ -46,8 +46,8 @@ class Shop:
     async def place(self, request: Request) -> Response:
         item = (await request.json())["item"]
         self.done.append(item)
-        self.begun.set()
-        await self.go_on.wait()
+        self.started.set()
+        await self.may_finish.wait()
         return JSONResponse({"order": len(self.done), "item": item}, status_code=201)
 
     async def watch(self, request: Request) -> Response:
@@ -63,7 +63,7 @@ async def shop() -> AsyncIterator[Shop]:
     store = FlakyStore(MemoryIdempotencyRepository())
     manager = IdempotencyManager(repository=store, scope="shop")
     opened = Shop(FaultProxy(), store)
-    opened.go_on.set()
+    opened.may_finish.set()
     routes = [Route("/orders", opened.place, methods=["POST"]), Route("/watch", opened.watch, methods=["POST"])]
     guarded = IdempotencyKeyMiddleware(Starlette(routes=routes), manager, identity=anyone, paths=["/orders"])
 
@@ -110,7 +110,7 @@ AFTER: list[Fault] = [
 
 @BOTH
 @pytest.mark.parametrize("fault", BEFORE + DURING + AFTER, ids=str)
-async def test_wherever_the_connection_is_cut_there_is_one_effect_and_its_answer(post: Post, fault: Fault) -> None:
+async def test_a_cut_connection_leaves_one_effect_and_returns_its_response(post: Post, fault: Fault) -> None:
     async with shop() as here:
         struck = here.proxy.put(fault)
         response = await post(here.url)
@@ -122,34 +122,34 @@ async def test_wherever_the_connection_is_cut_there_is_one_effect_and_its_answer
 
 
 @BOTH
-async def test_a_client_cut_off_while_its_request_is_done_waits_for_the_first_to_end(post: Post) -> None:
+async def test_a_retry_during_the_first_request_waits_for_its_response(post: Post) -> None:
     async with shop() as here:
-        here.go_on.clear()
-        asked = asyncio.create_task(post(here.url))
-        await here.begun.wait()
+        here.may_finish.clear()
+        posting = asyncio.create_task(post(here.url))
+        await here.started.wait()
         here.proxy.reset()
         await eventually(lambda: here.store.calls["reserve"] > 1)
-        here.go_on.set()
-        response = await asked
+        here.may_finish.set()
+        response = await posting
 
     assert response.headers["idempotency-replayed"] == "true"
     assert len(here.done) == 1
 
 
 @BOTH
-async def test_a_store_that_is_down_for_a_while_costs_time_and_no_effect(post: Post) -> None:
+async def test_a_temporary_store_outage_delays_the_single_effect(post: Post) -> None:
     async with shop() as here:
         here.store.down = {"reserve"}
-        asked = asyncio.create_task(post(here.url))
+        posting = asyncio.create_task(post(here.url))
         await eventually(lambda: here.store.calls["reserve"] > 1)
         here.store.down = set()
-        response = await asked
+        response = await posting
 
     assert (response.status_code, len(here.done)) == (201, 1)
 
 
 @BOTH
-async def test_what_a_proxy_says_for_want_of_a_server_is_asked_again(post: Post) -> None:
+async def test_errors_of_a_gateway_are_retried(post: Post) -> None:
     async with shop() as here:
         here.refusals = [Response(status_code=status) for status in (502, 503, 504, 429)]
         response = await post(here.url)
@@ -157,7 +157,7 @@ async def test_what_a_proxy_says_for_want_of_a_server_is_asked_again(post: Post)
     assert (response.status_code, len(here.done)) == (201, 1)
 
 
-async def test_a_network_that_fails_for_good_leaves_at_most_one_effect() -> None:
+async def test_a_permanent_network_failure_leaves_at_most_one_effect() -> None:
     async with shop() as here:
         here.proxy.put(Cut(b"POST", times=None))
         transport = RetryingTransport(httpx.AsyncHTTPTransport(), retries=2, longest=timedelta(seconds=30))
@@ -168,7 +168,7 @@ async def test_a_network_that_fails_for_good_leaves_at_most_one_effect() -> None
     assert len(here.done) == 1
 
 
-async def test_a_response_that_streams_stays_a_stream() -> None:
+async def test_a_streaming_response_is_not_buffered() -> None:
     async with shop() as here:
         transport = RetryingTransport(httpx.AsyncHTTPTransport())
         async with httpx.AsyncClient(transport=transport) as client:

@@ -1,4 +1,4 @@
-"""`IdempotencyManager.in_transaction`: work and its record commit with what the caller writes."""
+"""`IdempotencyManager.in_transaction`: work and its record commit with the caller's transaction."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def manager(engine: AsyncEngine) -> IdempotencyManager:
 
 
 class Refund:
-    """The work: writes into the caller's session."""
+    """Work that writes in the caller's session."""
 
     def __init__(self, session: AsyncSession | AsyncConnection) -> None:
         self.session = session
@@ -104,7 +104,7 @@ async def test_an_iterator_is_read_within_the_transaction(engine: AsyncEngine, m
     assert await charged(engine) == ["run 1"]
 
 
-async def test_work_whose_result_can_be_read_only_once_is_undone(
+async def test_work_is_rolled_back_if_its_result_can_be_read_only_once(
     engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:
     async with session_of(engine) as session, manager.in_transaction(session):
@@ -120,9 +120,7 @@ async def test_work_whose_result_can_be_read_only_once_is_undone(
     assert await manager.get("refund:1") is None
 
 
-async def test_a_transaction_that_is_rolled_back_has_reserved_nothing(
-    engine: AsyncEngine, manager: IdempotencyManager
-) -> None:
+async def test_a_rolled_back_transaction_leaves_no_record(engine: AsyncEngine, manager: IdempotencyManager) -> None:
     async with AsyncSession(engine) as session, manager.in_transaction(session):
         await manager.run("refund:1", Refund(session))
         await session.rollback()
@@ -131,48 +129,48 @@ async def test_a_transaction_that_is_rolled_back_has_reserved_nothing(
     assert await manager.get("refund:1") is None
 
 
-async def test_work_that_fails_is_undone_and_the_rest_of_the_transaction_stands(
+async def test_failed_work_is_rolled_back_and_the_rest_of_the_transaction_commits(
     engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:
     async with session_of(engine) as session, manager.in_transaction(session):
 
         async def failing() -> None:
             await Refund(session)()
-            raise ConnectionError("the bank is away")
+            raise ConnectionError("the bank is down")
 
         await session.execute(insert(charges).values(order_id="before"))
-        with pytest.raises(ConnectionError, match="the bank is away"):
+        with pytest.raises(ConnectionError, match="the bank is down"):
             await manager.run("refund:1", failing)
 
     assert await charged(engine) == ["before"]
     assert await manager.get("refund:1") is None
 
 
-async def test_work_that_fails_first_of_all_is_undone_and_the_transaction_goes_on(
+async def test_work_that_fails_first_is_rolled_back_and_the_transaction_continues(
     engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:
     async with session_of(engine) as session, manager.in_transaction(session):
 
         async def failing() -> None:
             await Refund(session)()
-            raise ConnectionError("the bank is away")
+            raise ConnectionError("the bank is down")
 
-        with pytest.raises(ConnectionError, match="the bank is away"):
+        with pytest.raises(ConnectionError, match="the bank is down"):
             await manager.run("refund:1", failing)
         await manager.run("refund:2", Refund(session))
-        await session.execute(insert(charges).values(order_id="behind"))
+        await session.execute(insert(charges).values(order_id="after"))
 
-    assert await charged(engine) == ["run 1", "behind"]
+    assert await charged(engine) == ["run 1", "after"]
     assert await manager.get("refund:1") is None
     assert await manager.get("refund:2") is not None
 
 
-async def test_work_within_work_that_fails_is_undone_alone(engine: AsyncEngine, manager: IdempotencyManager) -> None:
+async def test_failed_nested_work_is_rolled_back_alone(engine: AsyncEngine, manager: IdempotencyManager) -> None:
     async with session_of(engine) as session, manager.in_transaction(session):
 
         async def failing() -> None:
             await session.execute(insert(charges).values(order_id="inner"))
-            raise ConnectionError("the bank is away")
+            raise ConnectionError("the bank is down")
 
         async def outer() -> None:
             await session.execute(insert(charges).values(order_id="outer"))
@@ -187,12 +185,14 @@ async def test_work_within_work_that_fails_is_undone_alone(engine: AsyncEngine, 
 
 
 @pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
-async def test_work_that_rolls_all_back_itself_is_not_done(engine: AsyncEngine, manager: IdempotencyManager) -> None:
+async def test_work_that_rolls_back_the_transaction_loses_its_lease(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
     async with AsyncSession(engine) as session, manager.in_transaction(session):
 
         async def rolling_back() -> None:
             await session.rollback()
-            await session.execute(insert(charges).values(order_id="by the work, behind its rollback"))
+            await session.execute(insert(charges).values(order_id="by the work, after its rollback"))
 
         with pytest.raises(LeaseLostError):
             await manager.run("refund:1", rolling_back)
@@ -201,7 +201,7 @@ async def test_work_that_rolls_all_back_itself_is_not_done(engine: AsyncEngine, 
     assert await manager.get("refund:1") is None
 
 
-async def test_an_error_of_the_database_in_the_work_is_raised_as_it_is(
+async def test_a_database_error_in_the_work_is_raised_unchanged(
     engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:
     async with session_of(engine) as session, manager.in_transaction(session):
@@ -218,7 +218,9 @@ async def test_an_error_of_the_database_in_the_work_is_raised_as_it_is(
 
 
 @pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
-async def test_work_that_a_conflict_ends_is_to_be_begun_anew(engine: AsyncEngine, manager: IdempotencyManager) -> None:
+async def test_a_serialization_conflict_aborts_the_transaction(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
     strict = engine.execution_options(isolation_level="REPEATABLE READ")
     async with session_of(engine) as session:
         await session.execute(insert(charges).values(id=1, order_id="before"))
@@ -238,7 +240,7 @@ async def test_work_that_a_conflict_ends_is_to_be_begun_anew(engine: AsyncEngine
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-async def test_a_twin_waits_for_the_transaction_and_gets_its_result(
+async def test_a_concurrent_duplicate_waits_for_the_transaction_and_gets_its_result(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     engine = sql_engine(url_of(kind, request, tmp_path), lock_timeout_seconds=20)
@@ -249,13 +251,13 @@ async def test_a_twin_waits_for_the_transaction_and_gets_its_result(
         await connection.run_sync(tables.create_all)
     await migrate(engine)
 
-    async def twin() -> str:
+    async def duplicate() -> str:
         async with session_of(engine) as session, manager.in_transaction(session):
             return await manager.run("refund:1", Refund(session))
 
     async with session_of(engine) as session, manager.in_transaction(session):
         await manager.run("refund:1", Refund(session))
-        waiting = asyncio.create_task(twin())
+        waiting = asyncio.create_task(duplicate())
         done, _ = await asyncio.wait({waiting}, timeout=0.3)
         assert not done
 
@@ -265,7 +267,7 @@ async def test_a_twin_waits_for_the_transaction_and_gets_its_result(
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-async def test_a_twin_that_waits_longer_than_the_lock_timeout_is_told_in_progress(
+async def test_a_concurrent_duplicate_is_in_progress_after_the_lock_timeout(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     engine = sql_engine(url_of(kind, request, tmp_path), lock_timeout_seconds=0.1)
@@ -277,7 +279,7 @@ async def test_a_twin_that_waits_longer_than_the_lock_timeout_is_told_in_progres
         async with session_of(engine) as other, manager.in_transaction(other):
             with pytest.raises(InProgressError):
                 await manager.run("refund:2", Refund(other), on_in_progress=OnInProgress.RAISE)
-            # Its own transaction goes on.
+            # Its own transaction continues.
             assert await manager.run("refund:3", Refund(other)) == "receipt"
 
     assert await manager.get("refund:3") is not None
@@ -285,16 +287,16 @@ async def test_a_twin_that_waits_longer_than_the_lock_timeout_is_told_in_progres
 
 
 @pytest.mark.parametrize("engine", ["postgresql", "mysql"], indirect=True)
-async def test_a_twin_asks_again_after_each_lock_timeout_and_gets_the_result(
+async def test_a_concurrent_duplicate_retries_after_each_lock_timeout_and_gets_the_result(
     engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:
-    async def twin() -> str:
+    async def duplicate() -> str:
         async with session_of(engine) as session, manager.in_transaction(session):
             return await manager.run("refund:1", Refund(session))
 
     async with session_of(engine) as session, manager.in_transaction(session):
         await manager.run("refund:1", Refund(session))
-        waiting = asyncio.create_task(twin())
+        waiting = asyncio.create_task(duplicate())
         done, _ = await asyncio.wait({waiting}, timeout=1.5)  # the lock timeout is 0.3 s here, 1 s in MySQL
         assert not done
 
@@ -304,29 +306,27 @@ async def test_a_twin_asks_again_after_each_lock_timeout_and_gets_the_result(
 
 @pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
 @pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
-async def test_a_twin_that_has_waited_at_a_strict_level_is_to_be_begun_anew(
+async def test_a_concurrent_duplicate_at_a_strict_isolation_level_is_aborted(
     isolation: str, engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:
     strict = engine.execution_options(isolation_level=isolation)
 
-    async def twin() -> str:
+    async def duplicate() -> str:
         async with session_of(strict) as session, manager.in_transaction(session):
             return await manager.run("refund:1", Refund(session))
 
     async with session_of(engine) as session, manager.in_transaction(session):
         await manager.run("refund:1", Refund(session))
-        waiting = asyncio.create_task(twin())
+        waiting = asyncio.create_task(duplicate())
         await asyncio.wait({waiting}, timeout=0.2)
 
     with pytest.raises(TransactionAbortedError):
         await waiting
-    assert await twin() == "receipt"
+    assert await duplicate() == "receipt"
     assert await charged(engine) == ["run 1"]
 
 
-async def test_work_outside_of_the_block_has_a_transaction_of_its_own(
-    engine: AsyncEngine, manager: IdempotencyManager
-) -> None:
+async def test_work_outside_the_block_has_its_own_transaction(engine: AsyncEngine, manager: IdempotencyManager) -> None:
     async with engine.connect() as connection, manager.in_transaction(connection):
         await manager.run("refund:1", Refund(connection))
         await connection.rollback()
@@ -337,7 +337,7 @@ async def test_work_outside_of_the_block_has_a_transaction_of_its_own(
     assert await manager.run("refund:1", plain) == "alone"
 
 
-async def test_a_store_that_is_elsewhere_cannot_join() -> None:
+async def test_a_store_without_sql_cannot_join() -> None:
     manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="refunds")
 
     with pytest.raises(ApplicationError, match="use a SQL store"):
@@ -345,16 +345,16 @@ async def test_a_store_that_is_elsewhere_cannot_join() -> None:
             pass
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("ignores_the_error", [False, True])
 @pytest.mark.parametrize("held", ["session", "connection"])
-async def test_work_that_commits_by_itself_is_refused_and_leaves_nothing(
-    held: str, goes_on: bool, engine: AsyncEngine, manager: IdempotencyManager
+async def test_a_commit_in_the_work_is_refused_and_rolled_back(
+    held: str, ignores_the_error: bool, engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:
     async with AsyncSession(engine) if held == "session" else engine.connect() as joined:
 
         async def committing() -> None:
             await Refund(joined)()
-            with suppress(*([ApplicationError] if goes_on else [])):
+            with suppress(*([ApplicationError] if ignores_the_error else [])):
                 await joined.commit()
 
         async with manager.in_transaction(joined):
@@ -379,7 +379,7 @@ async def test_a_commit_is_refused_on_each_engine_that_shares_the_connections(
     assert await manager.get("refund:1") is None
 
 
-async def test_after_a_commit_that_was_refused_the_work_can_be_done_by_the_same_session(
+async def test_the_same_session_can_run_the_work_after_a_refused_commit(
     engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:
     async with AsyncSession(engine) as session:
@@ -396,7 +396,7 @@ async def test_after_a_commit_that_was_refused_the_work_can_be_done_by_the_same_
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("held", ["nonsense", None, Session()], ids=["text", "nothing", "a session without asyncio"])
-async def test_what_holds_no_transaction_is_refused_at_once(
+async def test_unsupported_objects_are_refused_immediately(
     held: object, engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:
     with pytest.raises(ApplicationError, match=f"AsyncSession or AsyncConnection, not {type(held).__name__}"):
@@ -404,7 +404,7 @@ async def test_what_holds_no_transaction_is_refused_at_once(
             pass
 
 
-async def test_a_connection_that_is_not_open_is_refused_at_once(
+async def test_a_connection_that_is_not_open_is_refused_immediately(
     engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:
     closed = await engine.connect()
@@ -416,7 +416,7 @@ async def test_a_connection_that_is_not_open_is_refused_at_once(
                 pass
 
 
-async def test_a_connection_that_is_closed_too_early_is_told(engine: AsyncEngine, manager: IdempotencyManager) -> None:
+async def test_a_connection_closed_in_the_block_is_an_error(engine: AsyncEngine, manager: IdempotencyManager) -> None:
     connection = await engine.connect()
     refund = Refund(connection)
 
@@ -429,7 +429,7 @@ async def test_a_connection_that_is_closed_too_early_is_told(engine: AsyncEngine
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
-async def test_a_session_set_of_a_task_will_do(engine: AsyncEngine, manager: IdempotencyManager) -> None:
+async def test_a_scoped_session_is_accepted(engine: AsyncEngine, manager: IdempotencyManager) -> None:
     sessions = async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task)
 
     async with manager.in_transaction(sessions):
@@ -442,47 +442,47 @@ async def test_a_session_set_of_a_task_will_do(engine: AsyncEngine, manager: Ide
 
 @pytest.mark.parametrize("engine", ["postgresql", "mysql"], indirect=True)
 @pytest.mark.parametrize("kind", ["sqlite", "sqlite without tables"])
-async def test_a_session_of_another_kind_of_database_is_a_mistake_and_no_outage(
+async def test_a_session_of_another_kind_of_database_is_a_configuration_error(
     kind: str, engine: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
 ) -> None:
-    elsewhere = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'elsewhere.db'}")
+    other_engine = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'other.db'}")
     if kind == "sqlite":
-        await migrate(elsewhere)
+        await migrate(other_engine)
 
-    async with session_of(elsewhere) as session, manager.in_transaction(session):
+    async with session_of(other_engine) as session, manager.in_transaction(session):
         with pytest.raises(StoreConfigurationError, match="in another database than the store"):
             await manager.run("refund:1", Refund(session))
 
-    await elsewhere.dispose()
+    await other_engine.dispose()
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
-async def test_a_session_of_a_database_without_our_tables_is_a_mistake(
+async def test_a_session_of_a_database_without_the_tables_is_a_configuration_error(
     engine: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
 ) -> None:
-    elsewhere = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'elsewhere.db'}")
+    other_engine = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'other.db'}")
 
-    async with session_of(elsewhere) as session, manager.in_transaction(session):
+    async with session_of(other_engine) as session, manager.in_transaction(session):
         with pytest.raises(StoreConfigurationError, match="in another database than the store"):
             await manager.run("refund:1", Refund(session))
 
-    await elsewhere.dispose()
+    await other_engine.dispose()
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
-async def test_a_session_that_fits_one_store_is_not_taken_for_that_of_another(
+async def test_a_session_accepted_by_one_store_is_refused_by_another(
     engine: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
 ) -> None:
-    elsewhere = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'elsewhere.db'}")
-    await migrate(elsewhere)
-    other = IdempotencyManager(repository=SqlIdempotencyRepository(elsewhere), scope="refunds")
-    ours = sql_engine(f"sqlite+aiosqlite:///{tmp_path}/./shop.db")
-    async with session_of(ours) as session, manager.in_transaction(session):
+    other_engine = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'other.db'}")
+    await migrate(other_engine)
+    other = IdempotencyManager(repository=SqlIdempotencyRepository(other_engine), scope="refunds")
+    same_file = sql_engine(f"sqlite+aiosqlite:///{tmp_path}/./shop.db")
+    async with session_of(same_file) as session, manager.in_transaction(session):
         await manager.run("refund:1", Refund(session))
 
-    async with session_of(ours) as session, other.in_transaction(session):
+    async with session_of(same_file) as session, other.in_transaction(session):
         with pytest.raises(StoreConfigurationError, match="in another database than the store"):
             await other.run("refund:2", Refund(session))
 
-    await ours.dispose()
-    await elsewhere.dispose()
+    await same_file.dispose()
+    await other_engine.dispose()

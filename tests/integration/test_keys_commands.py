@@ -1,4 +1,4 @@
-"""`integr8s-idem keys` on a Redis and on a SQLite file: the same answers, whatever keeps the records."""
+"""`integr8s-idem keys` gives the same answers on Redis and on SQLite."""
 
 from __future__ import annotations
 

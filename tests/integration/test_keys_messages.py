@@ -1,4 +1,4 @@
-"""`integr8s-idem keys explain topic:partition:offset`, on a real Kafka."""
+"""`integr8s-idem keys explain topic:partition:offset` on real Kafka."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVENT = OrderPlaced(event_id="0192-a", order_id="1")
 
 
 class Shop:
-    """A topic with messages, and a store with what became of them."""
+    """A topic with messages, and a store with their records."""
 
     def __init__(self, kafka: Kafka, prefix: str, folder: Path, redis_url: str) -> None:
         self._kafka = kafka
@@ -38,7 +38,7 @@ class Shop:
         self.desk = Desk(folder, f'kind = "redis"\nurl = "{redis_url}"', more)
 
     def publish(self, *messages: tuple[bytes, Sequence[tuple[str, bytes]]], topic: str = "") -> list[int]:
-        """The offsets of messages that have this value and these headers, in partition 0."""
+        """Publish messages to partition 0 and return their offsets."""
 
         async def published() -> list[int]:
             producer: Any = AIOKafkaProducer(bootstrap_servers=self._kafka.bootstrap)
@@ -55,12 +55,12 @@ class Shop:
         return asyncio.run(published())
 
     def event(self, event: OrderPlaced = EVENT, *headers: tuple[str, bytes]) -> str:
-        """The place of an event."""
+        """Publish an event and return its `topic:partition:offset`."""
         (offset,) = self.publish((encode_event(event), [*event_headers(event), *headers]))
         return f"{self.topic}:0:{offset}"
 
     def handled(self, service: str, event: OrderPlaced = EVENT, strategy: KeyStrategy = KeyStrategy.EVENT_BASED) -> str:
-        """The full key under which a service has handled it."""
+        """Handle an event in a service and return its full key."""
         keyed = KeyResolver(strategy).resolve("charge", event)
 
         async def done(store: IdempotencyRepository) -> str:
@@ -175,7 +175,7 @@ def test_an_undecodable_message_is_explained(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [
         ("{topic}:0:7", "does not exist yet: the partition contains offsets 0 to 0"),
         ("{topic}:1:0", "does not exist yet: the partition is empty"),
@@ -183,14 +183,14 @@ def test_an_undecodable_message_is_explained(shop: Shop) -> None:
         ("{topic}-other:0:0", "not found on"),
     ],
 )
-def test_a_missing_message_is_reported_and_no_topic_created(shop: Shop, place: str, said: str) -> None:
+def test_a_missing_message_is_reported_and_no_topic_created(shop: Shop, place: str, message: str) -> None:
     shop.event()
     topics = shop.topics()
 
     answer = shop.desk.typed("explain", place.format(topic=shop.topic))
 
     assert answer.exit_code == 2
-    assert said in answer.stderr
+    assert message in answer.stderr
     assert shop.topics() == topics
 
 

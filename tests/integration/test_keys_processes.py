@@ -1,4 +1,4 @@
-"""`integr8s-idem keys` as people start it: a process, with a terminal or without."""
+"""`integr8s-idem keys` as a process, with and without a terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def desk(tmp_path: Path, redis_url: str) -> Desk:
 
 
 def ran(desk: Desk, *arguments: str, output: IO[str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Without a terminal."""
+    """Run the command without a terminal."""
     return subprocess.run(
         [sys.executable, "-m", "integr8s_idem", "keys", *arguments],
         cwd=desk.folder,
@@ -49,8 +49,8 @@ def ran(desk: Desk, *arguments: str, output: IO[str] | None = None) -> subproces
 def on_terminal(
     desk: Desk, *arguments: str, output: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Terminal:
-    ours = {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_STATE_HOME": str(desk.folder / "state"), **(env or {})}
-    return Terminal("keys", *arguments, folder=desk.folder, env=ours, output=output)
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_STATE_HOME": str(desk.folder / "state"), **(env or {})}
+    return Terminal("keys", *arguments, folder=desk.folder, env=environment, output=output)
 
 
 def audited(desk: Desk) -> list[str]:
@@ -59,7 +59,7 @@ def audited(desk: Desk) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "status", "text"),
     [
         (("list",), 0, "failed\t"),
         (("show", "held"), 0, "owner               billing@host-7"),
@@ -68,10 +68,10 @@ def audited(desk: Desk) -> list[str]:
         (("purge", "--status", "failed", "--yes"), 0, "purged: 1 record (billing: 1 failed)"),
     ],
 )
-def test_each_command_works_in_a_pipe(desk: Desk, arguments: Sequence[str], status: int, said: str) -> None:
+def test_each_command_works_in_a_pipe(desk: Desk, arguments: Sequence[str], status: int, text: str) -> None:
     answer = ran(desk, *arguments)
 
-    assert (answer.returncode, said in answer.stdout) == (status, True), answer
+    assert (answer.returncode, text in answer.stdout) == (status, True), answer
     assert "\x1b" not in answer.stdout + answer.stderr
 
 
@@ -202,7 +202,7 @@ def test_memory_does_not_grow_with_the_store_and_one_key_takes_seconds(tmp_path:
 
     assert {run.status for run in many.values()} == {0}
     assert (few["list"].lines, many["list"].lines) == (FEW, MANY)
-    assert json.loads(many["purge of failed ones"].output)["purged"] == MANY // 10
+    assert json.loads(many["purge failed"].output)["purged"] == MANY // 10
     by_key, by_id = many["explain by key"], many["explain by event id"]
     assert by_key.output.splitlines()[:2] == by_id.output.splitlines()[:2]
     assert by_key.output.splitlines()[0].endswith(b": completed")
@@ -213,7 +213,7 @@ def test_memory_does_not_grow_with_the_store_and_one_key_takes_seconds(tmp_path:
 
 
 def filled(folder: Path, records: int, *only: str) -> dict[str, Run]:
-    """What commands took on a store with so many records."""
+    """Measure the commands on a store with `records` records."""
     folder.mkdir()
     with RedisServer() as server:
         asyncio.run(fill(server, records))

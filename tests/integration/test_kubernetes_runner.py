@@ -1,4 +1,4 @@
-"""The Kubernetes runner before a stand-in for the API server, tests/support/kubernetes. No test sees a cluster."""
+"""The Kubernetes runner on a stand-in for the API server, tests/support/kubernetes, instead of a cluster."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ async def test_a_script_runs_as_a_job(runner: KubernetesRunner, cluster: Kuberne
     assert cluster.made == [NAME]
 
 
-async def test_a_signal_is_told_as_for_child_processes(runner: KubernetesRunner) -> None:
+async def test_a_signal_is_reported_like_that_of_a_child_process(runner: KubernetesRunner) -> None:
     ended = await run(runner, "import os; os.kill(os.getpid(), 11)")
 
     assert (ended.end, ended.exit_code) == (RunEnd.EXITED, -signal.SIGSEGV)
 
 
-async def test_a_script_sees_its_file_and_no_environment(runner: KubernetesRunner) -> None:
+async def test_a_script_has_only_its_file_and_no_environment(runner: KubernetesRunner) -> None:
     ended = await run(runner, "import os, sys; print(dict(os.environ), sys.argv, os.listdir(), sys.stdin.read())")
 
     assert ended.stdout.replace("'LC_CTYPE': 'C.UTF-8'", "") == "{} ['main.py'] ['main.py'] \n"
 
 
-async def test_the_cluster_replaces_nothing_in_a_script(runner: KubernetesRunner) -> None:
+async def test_the_cluster_expands_no_variables_in_a_script(runner: KubernetesRunner) -> None:
     ended = await run(runner, "print('$(EXECUTION_0) $$ $(HOME)')")
 
     assert ended.stdout == "$(EXECUTION_0) $$ $(HOME)\n"
 
 
-async def test_the_largest_script_that_hardly_shrinks_fits(runner: KubernetesRunner) -> None:
+async def test_the_largest_script_fits_even_if_it_hardly_compresses(runner: KubernetesRunner) -> None:
     end = "'; print(len(x))"
-    letters = random.Random(1).choices(range(0x10000, 0x10FFFF), k=MAX_SCRIPT_CHARACTERS - len(end) - 5)
-    script = "x = '" + "".join(map(chr, letters)) + end
+    characters = random.Random(1).choices(range(0x10000, 0x10FFFF), k=MAX_SCRIPT_CHARACTERS - len(end) - 5)
+    script = "x = '" + "".join(map(chr, characters)) + end
 
     assert len(script) == MAX_SCRIPT_CHARACTERS
-    assert (await run(runner, script)).stdout == f"{len(letters)}\n"
+    assert (await run(runner, script)).stdout == f"{len(characters)}\n"
 
 
-async def test_a_script_that_takes_too_long_is_ended_and_keeps_its_output(runner: KubernetesRunner) -> None:
+async def test_a_script_is_ended_at_its_time_limit_and_its_output_kept(runner: KubernetesRunner) -> None:
     ended = await run(runner, "import time; print('begun'); time.sleep(600)", timeout_seconds=1)
 
     assert (ended.end, ended.exit_code, ended.stdout) == (RunEnd.TIMED_OUT, -signal.SIGKILL, "begun\n")
@@ -79,7 +79,7 @@ async def test_truncated_output_is_marked(runner: KubernetesRunner, cluster: Kub
     assert len(cluster.kubelet.log_of(cluster.pod()["metadata"]["name"])) == 1_000
 
 
-async def test_a_script_that_floods_is_ended(cluster: KubernetesStandIn) -> None:
+async def test_a_script_that_floods_its_output_is_ended(cluster: KubernetesStandIn) -> None:
     async with runner_on(cluster) as runner:
         ended = await run(runner, "while True: print('x' * 10_000)", timeout_seconds=60)
 
@@ -87,7 +87,7 @@ async def test_a_script_that_floods_is_ended(cluster: KubernetesStandIn) -> None
     assert len(ended.stdout) < 1_100
 
 
-async def test_a_rerun_after_a_cancelled_run_goes_on_with_its_job(
+async def test_a_rerun_after_a_cancelled_run_continues_with_its_job(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
     first = asyncio.create_task(run(runner, gate.script))
@@ -105,7 +105,7 @@ async def test_a_rerun_after_a_cancelled_run_goes_on_with_its_job(
     assert cluster.deletions == []
 
 
-async def test_a_rerun_after_the_end_of_the_script_collects_it(
+async def test_a_rerun_after_the_end_of_the_script_returns_its_output(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
     first = asyncio.create_task(run(runner, gate.script))
@@ -118,10 +118,10 @@ async def test_a_rerun_after_the_end_of_the_script_collects_it(
     assert gate.journal == ["begin", "end"]
 
 
-async def test_two_workers_with_one_job_are_told_the_same(
+async def test_two_workers_with_one_job_return_the_same_result(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
-    """The first one has stalled beyond its lease, and does not know it yet."""
+    """The first worker has stalled beyond its lease and has not noticed yet."""
     async with runner_on(cluster) as another:
         both = [asyncio.create_task(run(each, gate.script)) for each in (runner, another)]
         await gate.begun()
@@ -139,9 +139,9 @@ async def test_two_workers_with_one_job_are_told_the_same(
         {"annotations": {}},
         {"annotations": {"integr8s-idem/fingerprint": "0123"}},
     ],
-    ids=["not ours", "no fingerprint", "another fingerprint"],
+    ids=["no label", "no fingerprint", "another fingerprint"],
 )
-async def test_a_job_that_is_not_of_this_command_is_never_adopted(
+async def test_a_job_of_another_command_is_never_adopted(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate, change: dict[str, dict[str, str]]
 ) -> None:
     first = asyncio.create_task(run(runner, gate.script))
@@ -155,7 +155,7 @@ async def test_a_job_that_is_not_of_this_command_is_never_adopted(
     assert cluster.deletions == []
 
 
-async def test_a_strangers_job_is_not_discarded(
+async def test_a_job_of_another_program_is_not_discarded(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
     gate.open()
@@ -167,7 +167,7 @@ async def test_a_strangers_job_is_not_discarded(
     assert NAME in cluster.objects.jobs
 
 
-async def test_a_stopped_run_ends_the_script_and_tells_what_it_had_written(
+async def test_a_stopped_run_ends_the_script_and_returns_its_output(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
     stop = asyncio.Event()
@@ -184,7 +184,7 @@ async def test_a_stopped_run_ends_the_script_and_tells_what_it_had_written(
     assert gate.journal == ["begin"]
 
 
-async def test_a_run_that_ended_before_it_was_stopped_counts(
+async def test_stopping_an_ended_run_returns_its_result(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
     gate.open()
@@ -195,7 +195,7 @@ async def test_a_run_that_ended_before_it_was_stopped_counts(
     assert (await run(runner, gate.script, stop=stop)).end is RunEnd.EXITED
 
 
-async def test_what_is_discarded_is_gone_with_its_pod(
+async def test_discarding_a_job_deletes_its_pod(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
     gate.open()
@@ -208,7 +208,7 @@ async def test_what_is_discarded_is_gone_with_its_pod(
     await eventually(lambda: not cluster.objects.pods)
 
 
-async def test_a_finished_job_that_nobody_discards_is_removed_by_the_cluster(cluster: KubernetesStandIn) -> None:
+async def test_the_cluster_removes_a_finished_job_that_is_not_discarded(cluster: KubernetesStandIn) -> None:
     async with runner_on(cluster, ttl_seconds=1) as runner:
         await run(runner, "print()")
 
@@ -222,10 +222,10 @@ async def test_a_version_without_an_image_is_refused(runner: KubernetesRunner, c
     assert cluster.requests == []
 
 
-async def test_in_a_cluster_the_pods_own_service_account_is_used(
+async def test_in_a_cluster_the_service_account_of_the_pod_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the cluster lays it into every pod: two variables, a token and a certificate."""
+    """Clusters give every pod two variables, a token and a certificate."""
     authority, token = Authority(tmp_path), tmp_path / "token"
     token.write_text(TOKEN)
     async with KubernetesStandIn(tmp_path, authority.server_context()) as cluster:
@@ -237,7 +237,7 @@ async def test_in_a_cluster_the_pods_own_service_account_is_used(
             assert (await run(runner, "print(1)")).stdout == "1\n"
 
 
-async def test_a_cluster_that_nobody_vouches_for_is_sent_nothing(tmp_path: Path) -> None:
+async def test_nothing_is_sent_to_a_cluster_with_an_untrusted_certificate(tmp_path: Path) -> None:
     async with KubernetesStandIn(tmp_path, Authority(tmp_path).server_context()) as cluster:
         cluster.kubeconfig.write_text(cluster.kubeconfig.read_text().replace("http://", "https://"))
         async with runner_on(cluster, api_patience_seconds=0.1) as runner:
@@ -247,9 +247,7 @@ async def test_a_cluster_that_nobody_vouches_for_is_sent_nothing(tmp_path: Path)
     assert cluster.requests == []
 
 
-async def test_a_token_that_was_replaced_is_read_again(
-    cluster: KubernetesStandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replaced_token_is_read_again(cluster: KubernetesStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "REFRESH_SECONDS", 0.0)
     async with runner_on(cluster) as runner:
         cluster.token = "another-token"
@@ -258,7 +256,7 @@ async def test_a_token_that_was_replaced_is_read_again(
         assert (await run(runner, "print(1)")).stdout == "1\n"
 
 
-async def test_a_token_that_cannot_be_read_again_is_waited_for(
+async def test_the_runner_waits_for_a_temporarily_unreadable_token(
     cluster: KubernetesStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "REFRESH_SECONDS", 0.0)
@@ -271,10 +269,10 @@ async def test_a_token_that_cannot_be_read_again_is_waited_for(
         assert (await running).stdout == "1\n"
 
 
-async def test_a_command_that_says_the_same_makes_the_same_job(
+async def test_commands_with_equal_content_use_the_same_job(
     runner: KubernetesRunner, cluster: KubernetesStandIn
 ) -> None:
-    """Commands are guarded by their content: a copy has another event id, and another time."""
+    """Commands are guarded by their content: a copy has another event ID and timestamp."""
     await run(runner, "print(1)")
 
     assert command("print(1)").event_id != command("print(1)").event_id

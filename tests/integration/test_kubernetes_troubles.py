@@ -1,4 +1,4 @@
-"""What goes wrong in a cluster, and between us and it, as a stand-in for the API server has it."""
+"""Failures in a Kubernetes cluster and of the connection to it, on a stand-in for the API server."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tests.support.kubernetes.server import KubernetesStandIn
 IMAGE = "docker.io/library/python:3.13-slim"
 
 
-async def begun(runner: KubernetesRunner, gate: Gate) -> asyncio.Task[Run]:
+async def started(runner: KubernetesRunner, gate: Gate) -> asyncio.Task[Run]:
     running = asyncio.create_task(run(runner, gate.script))
     await gate.begun()
     return running
 
 
-async def test_a_script_that_wants_too_much_memory(
+async def test_a_script_that_exceeds_its_memory_is_reported(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
-    running = await begun(runner, gate)
+    running = await started(runner, gate)
     await cluster.kubelet.end(cluster.pod()["metadata"]["name"], 0, "OOMKilled")
     ended = await running
 
@@ -43,7 +43,7 @@ async def test_a_script_that_wants_too_much_memory(
 async def test_an_evicted_script_is_not_run_again(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
-    running = await begun(runner, gate)
+    running = await started(runner, gate)
     await cluster.controller.evict(cluster.pod(), "The node was low on resource: memory.")
     ended = await running
 
@@ -53,7 +53,7 @@ async def test_an_evicted_script_is_not_run_again(
 
 
 @pytest.mark.parametrize(
-    ("where", "told"),
+    ("where", "trouble"),
     [
         (IMAGE, {"reason": "ImagePullBackOff", "message": "Back-off pulling image: not found"}),
         (IMAGE, {"reason": "CreateContainerConfigError", "message": "no such secret"}),
@@ -61,19 +61,19 @@ async def test_an_evicted_script_is_not_run_again(
     ],
     ids=lambda part: part["reason"] if isinstance(part, dict) else "",
 )
-async def test_a_pod_that_does_not_begin_fails_with_the_clusters_reason(
-    cluster: KubernetesStandIn, where: str, told: dict[str, Any]
+async def test_a_pod_that_does_not_start_fails_with_the_reason_of_the_cluster(
+    cluster: KubernetesStandIn, where: str, trouble: dict[str, Any]
 ) -> None:
-    cluster.kubelet.trouble[where] = told
+    cluster.kubelet.trouble[where] = trouble
     async with runner_on(cluster, start_seconds=1) as runner:
         ended = await run(runner, "print()")
 
-    assert (ended.end, ended.stderr) == (RunEnd.NOT_STARTED, f"{told['reason']}: {told['message']}")
+    assert (ended.end, ended.stderr) == (RunEnd.NOT_STARTED, f"{trouble['reason']}: {trouble['message']}")
     assert cluster.deletions == [(NAME, "Foreground")]
     assert not cluster.objects.jobs
 
 
-async def test_an_image_with_an_impossible_name_is_not_waited_for(
+async def test_an_invalid_image_name_fails_without_waiting(
     runner: KubernetesRunner, cluster: KubernetesStandIn
 ) -> None:
     cluster.kubelet.trouble[IMAGE] = {"reason": "InvalidImageName", "message": "couldn't parse image name"}
@@ -83,7 +83,7 @@ async def test_an_image_with_an_impossible_name_is_not_waited_for(
     assert (ended.end, ended.stderr) == (RunEnd.NOT_STARTED, "InvalidImageName: couldn't parse image name")
 
 
-async def test_a_job_without_a_pod_is_not_waited_for_for_ever(cluster: KubernetesStandIn) -> None:
+async def test_waiting_for_a_pod_has_a_limit(cluster: KubernetesStandIn) -> None:
     cluster.controller.makes_pods = False
     async with runner_on(cluster, start_seconds=1) as runner:
         ended = await run(runner, "print()")
@@ -91,10 +91,10 @@ async def test_a_job_without_a_pod_is_not_waited_for_for_ever(cluster: Kubernete
     assert (ended.end, ended.stderr) == (RunEnd.NOT_STARTED, "the cluster has not created a pod")
 
 
-async def test_a_pod_that_was_deleted_with_its_output_is_lost(
+async def test_a_pod_deleted_before_its_output_was_read_is_lost(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
-    running = await begun(runner, gate)
+    running = await started(runner, gate)
     cluster.refuse("get", "pods/log", 503, times=3)
     await cluster.controller.delete_pod(cluster.pod())
     ended = await running
@@ -102,9 +102,7 @@ async def test_a_pod_that_was_deleted_with_its_output_is_lost(
     assert (ended.end, ended.stderr) == (RunEnd.LOST, "its pod was deleted before its output was read")
 
 
-async def test_a_job_whose_pod_is_gone_is_lost(
-    runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
-) -> None:
+async def test_a_job_without_its_pod_is_lost(runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate) -> None:
     gate.open()
     await run(runner, gate.script)
     await cluster.controller.delete_pod(cluster.pod())
@@ -115,10 +113,8 @@ async def test_a_job_whose_pod_is_gone_is_lost(
     assert gate.journal == ["begin", "end"]
 
 
-async def test_a_job_that_somebody_deletes_is_lost(
-    runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
-) -> None:
-    running = await begun(runner, gate)
+async def test_a_deleted_job_is_lost(runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate) -> None:
+    running = await started(runner, gate)
     cluster.controller.delete(cluster.objects.jobs[NAME], "Background")
     ended = await running
 
@@ -126,7 +122,7 @@ async def test_a_job_that_somebody_deletes_is_lost(
     assert cluster.made == [NAME]
 
 
-async def test_a_job_that_is_deleted_before_it_had_a_pod_is_lost(cluster: KubernetesStandIn) -> None:
+async def test_a_job_deleted_before_it_had_a_pod_is_lost(cluster: KubernetesStandIn) -> None:
     cluster.controller.makes_pods = False
     async with runner_on(cluster, start_seconds=1) as runner:
         running = asyncio.create_task(run(runner, "print()"))
@@ -137,10 +133,10 @@ async def test_a_job_that_is_deleted_before_it_had_a_pod_is_lost(cluster: Kubern
     assert (ended.end, ended.stderr) == (RunEnd.LOST, "its Job was deleted")
 
 
-async def test_a_job_that_the_cluster_ends_at_its_deadline_has_timed_out(
+async def test_a_job_ended_by_the_cluster_at_its_deadline_has_timed_out(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
-    running = await begun(runner, gate)
+    running = await started(runner, gate)
     job = cluster.objects.jobs[NAME]
     job["status"]["conditions"] = [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}]
     await cluster.controller.delete_pod(cluster.pod())
@@ -148,14 +144,14 @@ async def test_a_job_that_the_cluster_ends_at_its_deadline_has_timed_out(
     assert (await running).end is RunEnd.TIMED_OUT
 
 
-async def test_a_job_that_was_ended_at_its_deadline_while_nobody_watched_has_timed_out(
+async def test_a_job_that_timed_out_without_a_watch_has_timed_out(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
     gate.open()
     await run(runner, gate.script)
     await cluster.controller.delete_pod(cluster.pod())
-    told = {"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": "was active too long"}
-    cluster.objects.jobs[NAME]["status"]["conditions"] = [told]
+    failed = {"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": "was active too long"}
+    cluster.objects.jobs[NAME]["status"]["conditions"] = [failed]
 
     ended = await run(runner, gate.script)
 
@@ -175,17 +171,17 @@ async def test_a_job_that_was_ended_at_its_deadline_while_nobody_watched_has_tim
     ],
     ids=lambda part: str(part).replace("/", " "),
 )
-async def test_an_overloaded_api_is_asked_again(
+async def test_requests_to_an_overloaded_api_are_retried(
     runner: KubernetesRunner, cluster: KubernetesStandIn, verb: str, resource: str, code: int
 ) -> None:
     cluster.refuse(verb, resource, code, times=2)
 
     assert (await run(runner, "print(1)")).stdout == "1\n"
-    assert cluster.requests.count((verb, resource)) >= (1 if verb == "watch" else 3)  # a short run is seen without one
+    assert cluster.requests.count((verb, resource)) >= (1 if verb == "watch" else 3)  # a short run needs no watch
     assert len(cluster.kubelet.started) == 1
 
 
-async def test_the_api_says_how_long_to_stay_away(
+async def test_retry_after_of_the_api_is_respected(
     runner: KubernetesRunner, cluster: KubernetesStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.refuse("create", "jobs", 429, retry_after=1)
@@ -196,7 +192,7 @@ async def test_the_api_says_how_long_to_stay_away(
     assert cluster.requests.count(("create", "jobs")) == 2
 
 
-async def test_an_answer_that_is_lost_makes_no_second_job(
+async def test_a_lost_response_creates_no_second_job(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
     cluster.drop("create", "jobs", afterwards=True)
@@ -208,7 +204,7 @@ async def test_an_answer_that_is_lost_makes_no_second_job(
 
 
 @pytest.mark.parametrize("resource", ["jobs", "pods", "pods/log"], ids=lambda part: part.replace("/", " "))
-async def test_dropped_connections_are_made_again(
+async def test_requests_on_dropped_connections_are_retried(
     runner: KubernetesRunner, cluster: KubernetesStandIn, resource: str
 ) -> None:
     for verb in ("create", "get", "list", "watch"):
@@ -217,10 +213,8 @@ async def test_dropped_connections_are_made_again(
     assert (await run(runner, "print(1)")).stdout == "1\n"
 
 
-async def test_a_watch_that_breaks_misses_nothing(
-    runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
-) -> None:
-    running = await begun(runner, gate)
+async def test_a_broken_watch_misses_no_event(runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate) -> None:
+    running = await started(runner, gate)
     await eventually(cluster.break_watches)
     gate.open()
 
@@ -228,7 +222,7 @@ async def test_a_watch_that_breaks_misses_nothing(
 
 
 async def test_an_outdated_watch_lists_again(runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate) -> None:
-    running = await begun(runner, gate)
+    running = await started(runner, gate)
     listed = cluster.requests.count(("list", "pods"))
     cluster.objects.forget_history()
     await eventually(cluster.break_watches)
@@ -238,7 +232,7 @@ async def test_an_outdated_watch_lists_again(runner: KubernetesRunner, cluster: 
     assert cluster.requests.count(("list", "pods")) > listed
 
 
-async def test_watches_that_break_at_once_are_no_busy_loop(
+async def test_watches_that_break_immediately_are_retried_with_backoff(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pod_watch, "FIRST_PAUSE", 0.1)
@@ -253,12 +247,12 @@ async def test_watches_that_break_at_once_are_no_busy_loop(
     assert (await running).end is RunEnd.EXITED
 
 
-async def test_while_a_job_runs_an_api_that_is_away_costs_no_attempt(
+async def test_an_api_outage_during_a_job_costs_no_attempt(
     cluster: KubernetesStandIn, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pod_watch, "FIRST_PAUSE", 0.05)
     async with runner_on(cluster, api_patience_seconds=0.1) as runner:
-        running = await begun(runner, gate)
+        running = await started(runner, gate)
         cluster.refuse("get", "jobs", 503, times=3)
         await eventually(cluster.break_watches)
         gate.open()
@@ -269,7 +263,7 @@ async def test_while_a_job_runs_an_api_that_is_away_costs_no_attempt(
 @pytest.mark.parametrize(
     ("verb", "resource"), [("create", "jobs"), ("get", "pods/log")], ids=lambda part: part.replace("/", " ")
 )
-async def test_an_api_that_stays_away_is_no_outcome(
+async def test_a_long_api_outage_is_not_stored_as_an_outcome(
     cluster: KubernetesStandIn, gate: Gate, verb: str, resource: str
 ) -> None:
     gate.open()
@@ -283,7 +277,7 @@ async def test_an_api_that_stays_away_is_no_outcome(
     assert gate.journal == ["begin", "end"]
 
 
-async def test_an_api_that_says_nothing_is_given_up(
+async def test_an_api_that_never_responds_is_an_error(
     cluster: KubernetesStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests, "REQUEST_SECONDS", 0.2)
@@ -294,7 +288,7 @@ async def test_an_api_that_says_nothing_is_given_up(
 
 
 @pytest.mark.parametrize("code", [400, 413, 422])
-async def test_a_job_that_the_cluster_will_never_take_is_not_tried_again(
+async def test_a_job_refused_by_the_cluster_is_not_retried(
     runner: KubernetesRunner, cluster: KubernetesStandIn, code: int
 ) -> None:
     cluster.refuse("create", "jobs", code)
@@ -305,22 +299,22 @@ async def test_a_job_that_the_cluster_will_never_take_is_not_tried_again(
     assert cluster.requests == [("create", "jobs")]
 
 
-async def test_the_stand_in_refuses_what_the_published_schema_does_not_know(
+async def test_the_stand_in_refuses_unknown_fields(
     runner: KubernetesRunner, cluster: KubernetesStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def with_a_slip(*arguments: Any) -> dict[str, Any]:
+    def with_a_typo(*arguments: Any) -> dict[str, Any]:
         job = job_of(*arguments)
         job["spec"]["backofLimit"] = job["spec"].pop("backoffLimit")
         return job
 
-    monkeypatch.setattr(kubernetes_runner, "job_of", with_a_slip)
+    monkeypatch.setattr(kubernetes_runner, "job_of", with_a_typo)
 
     with pytest.raises(PermanentError, match=r"422 Invalid: .*'backofLimit' was unexpected"):
         await run(runner, "print()")
 
 
 @pytest.mark.parametrize(("verb", "resource"), sorted(documented_rights()), ids=lambda part: part.replace("/", " "))
-async def test_each_documented_right_is_needed_and_its_lack_is_told(
+async def test_each_documented_permission_is_needed_and_reported_if_missing(
     runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate, verb: str, resource: str
 ) -> None:
     cluster.rights.remove((verb, resource))
@@ -334,7 +328,7 @@ async def test_each_documented_right_is_needed_and_its_lack_is_told(
         await run_and_discard()
 
 
-async def test_no_other_right_is_needed(runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate) -> None:
+async def test_no_other_permission_is_needed(runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate) -> None:
     gate.open()
     await run(runner, gate.script)
     await run(runner, gate.script)
@@ -343,7 +337,7 @@ async def test_no_other_right_is_needed(runner: KubernetesRunner, cluster: Kuber
     assert set(cluster.requests) == documented_rights()
 
 
-async def test_a_namespace_that_is_not_ours_is_told(cluster: KubernetesStandIn) -> None:
+async def test_a_namespace_without_permissions_is_reported(cluster: KubernetesStandIn) -> None:
     async with runner_on(cluster, namespace="elsewhere") as runner:
         with pytest.raises(ClusterError, match='in the namespace "elsewhere"'):
             await run(runner, "print()")

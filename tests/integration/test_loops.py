@@ -1,4 +1,4 @@
-"""Loops of one's own over a real Kafka, by aiokafka and by confluent-kafka: what is done, and what is committed."""
+"""Custom consumer loops on real Kafka with aiokafka and confluent-kafka: their effects and commits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS: dict[str, Callable[..., Loop]] = {"aiokafka": AiokafkaLoop, "confluent": 
 
 
 class Bench:
-    """One topic, one store, and the loops over them."""
+    """One topic, one store, and the loops that use them."""
 
     def __init__(self, kind: Callable[..., Loop], topic: Topic) -> None:
         self.kind = kind
@@ -49,16 +49,16 @@ class Bench:
     async def loop(
         self, work: GatedWork | None = None, *, config: dict[str, Any] | None = None, **options: Any
     ) -> Loop:
-        """One more process with its own manager, under way."""
+        """Start another loop with its own manager."""
         loop = self.kind(self.topic, self.manager(**(config or {})), work or GatedWork(), **options)
         self.loops.append(loop)
         await loop.start()
         return loop
 
     async def committed(self, offset: int, partition: int = 0) -> None:
-        """Return once the group is at `offset`."""
+        """Return once the group has committed `offset`."""
         async with asyncio.timeout(30):
-            while await self.topic.committed(partition) != offset:  # noqa: ASYNC110  # the broker tells nobody
+            while await self.topic.committed(partition) != offset:  # noqa: ASYNC110  # the broker sends no notification
                 await asyncio.sleep(0.05)
 
 
@@ -81,7 +81,7 @@ def _payloads(*works: GatedWork) -> list[str]:
     return [run.payload for work in works for run in work.runs]
 
 
-async def test_what_is_done_is_not_done_again_after_a_restart_and_its_result_is_given(bench: Bench) -> None:
+async def test_after_a_restart_a_duplicate_is_not_run_and_returns_the_stored_result(bench: Bench) -> None:
     await bench.topic.create()
     await bench.topic.put(("a", "1"), ("b", "2"))
     work = GatedWork("receipt-1", "receipt-2", "wrong")
@@ -98,19 +98,19 @@ async def test_what_is_done_is_not_done_again_after_a_restart_and_its_result_is_
     assert _payloads(work) == ["1", "2", "3"]
 
 
-async def test_an_offset_is_committed_only_once_its_record_is_done(bench: Bench) -> None:
+async def test_an_offset_is_committed_only_after_its_record_is_handled(bench: Bench) -> None:
     await bench.topic.create()
     await bench.topic.put(("a", "1"), ("b", "2"))
     work = GatedWork(held=True)
     await bench.loop(work)
     await eventually(lambda: work.runs)
-    await asyncio.sleep(0.7)  # longer than a poll: whatever commits by itself would have
+    await asyncio.sleep(0.7)  # longer than a poll: an automatic commit would have happened
     assert await bench.topic.committed() == 0
     work.may_end.set()
     await bench.committed(2)
 
 
-async def test_what_fails_is_fetched_again_before_what_lies_behind_it(bench: Bench) -> None:
+async def test_a_failed_record_is_fetched_again_before_later_ones(bench: Bench) -> None:
     await bench.topic.create()
     await bench.topic.put(("a", "1"), ("b", "2"), ("c", "3"))
     work = GatedWork("one", OSError("no"), OSError("no"), "two", "three")
@@ -125,9 +125,9 @@ async def test_what_fails_is_fetched_again_before_what_lies_behind_it(bench: Ben
     await bench.committed(3)
 
 
-async def test_a_failing_partition_is_not_passed_and_holds_no_other_up(bench: Bench) -> None:
+async def test_a_failing_record_blocks_only_its_own_partition(bench: Bench) -> None:
     await bench.topic.create(2)
-    await bench.topic.put(("poison", "x"), ("behind", "y"))
+    await bench.topic.put(("poison", "x"), ("later", "y"))
     await bench.topic.put(*((f"other-{number}", "z") for number in range(5)), partition=1)
     work = GatedWork(lambda run: OSError("no") if run.payload == "x" else "done")
     loop = await bench.loop(work, config={"max_attempts": 1_000_000})
@@ -136,7 +136,7 @@ async def test_a_failing_partition_is_not_passed_and_holds_no_other_up(bench: Be
     assert "y" not in _payloads(loop.work)
 
 
-async def test_leaving_the_loop_commits_all_that_is_done_the_last_one_too(bench: Bench) -> None:
+async def test_leaving_the_loop_commits_all_handled_records(bench: Bench) -> None:
     await bench.topic.create()
     await bench.topic.put(("a", "1"), ("b", "2"), ("c", "3"))
     loop = await bench.loop(most=2, commit_interval=3600.0)
@@ -146,7 +146,7 @@ async def test_leaving_the_loop_commits_all_that_is_done_the_last_one_too(bench:
     assert await bench.topic.committed() == 2
 
 
-async def test_stopping_a_loop_that_waits_for_records_commits_what_is_done(bench: Bench) -> None:
+async def test_stopping_an_idle_loop_commits_handled_records(bench: Bench) -> None:
     await bench.topic.create()
     await bench.topic.put(("a", "1"))
     loop = await bench.loop(commit_interval=3600.0)
@@ -156,7 +156,7 @@ async def test_stopping_a_loop_that_waits_for_records_commits_what_is_done(bench
     assert await bench.topic.committed() == 1
 
 
-async def test_a_run_that_is_interrupted_gives_its_key_back_and_its_offset_stays(bench: Bench) -> None:
+async def test_an_interrupted_run_releases_its_key_and_is_not_committed(bench: Bench) -> None:
     await bench.topic.create()
     await bench.topic.put(("a", "1"), ("b", "2"))
     loop = await bench.loop(GatedWork(held=True))
@@ -169,7 +169,7 @@ async def test_a_run_that_is_interrupted_gives_its_key_back_and_its_offset_stays
     assert [(run.payload, run.attempt) for run in work.runs] == [("1", 2), ("2", 1)]
 
 
-async def test_what_is_given_up_is_handed_over_and_committed(bench: Bench) -> None:
+async def test_records_given_up_are_passed_to_the_callback_and_committed(bench: Bench) -> None:
     await bench.topic.create()
     await bench.topic.put(("a", "1"), ("b", "2"))
     work = GatedWork(OSError("no"), OSError("still"), "two")
@@ -180,7 +180,7 @@ async def test_what_is_given_up_is_handed_over_and_committed(bench: Bench) -> No
     await bench.committed(2)
 
 
-async def test_without_a_taker_what_is_given_up_is_raised_and_not_committed(bench: Bench) -> None:
+async def test_without_a_callback_a_record_given_up_raises_and_is_not_committed(bench: Bench) -> None:
     await bench.topic.create()
     await bench.topic.put(("a", "1"), ("b", "2"))
     loop = await bench.loop(GatedWork(OSError("no")), config={"max_attempts": 1})
@@ -206,7 +206,7 @@ async def test_a_record_without_the_header_is_given_up_or_raised_and_never_run(b
     await bench.committed(2)
 
 
-async def test_a_key_with_another_body_is_given_up(bench: Bench) -> None:
+async def test_a_key_with_a_different_body_is_given_up(bench: Bench) -> None:
     await bench.topic.create()
     await bench.topic.put(("a", "1"), ("a", "2"))
     loop = await bench.loop(takes_given_up=True)
@@ -215,7 +215,7 @@ async def test_a_key_with_another_body_is_given_up(bench: Bench) -> None:
     assert _payloads(loop.work) == ["1"]
 
 
-async def test_by_position_a_copy_is_other_work(bench: Bench) -> None:
+async def test_by_position_a_duplicate_is_different_work(bench: Bench) -> None:
     await bench.topic.create()
     await bench.topic.put(("a", "1"), ("a", "1"))
     loop = await bench.loop(key=by_position)
@@ -223,7 +223,7 @@ async def test_by_position_a_copy_is_other_work(bench: Bench) -> None:
     assert _payloads(loop.work) == ["1", "1"]
 
 
-async def test_a_result_that_was_dropped_is_told_and_its_record_is_committed(bench: Bench) -> None:
+async def test_a_dropped_result_is_reported_and_its_record_committed(bench: Bench) -> None:
     await bench.topic.create()
     await bench.topic.put(("a", "1"), ("a", "1"))
     loop = await bench.loop(GatedWork("x" * 100), config={"max_result_size_bytes": 50})
@@ -233,7 +233,7 @@ async def test_a_result_that_was_dropped_is_told_and_its_record_is_committed(ben
     await bench.committed(2)
 
 
-async def test_while_the_store_is_down_nothing_is_run_and_nothing_committed(bench: Bench) -> None:
+async def test_nothing_is_run_or_committed_while_the_store_is_down(bench: Bench) -> None:
     await bench.topic.create()
     await bench.topic.put(("a", "1"))
     bench.store.down = {"reserve"}
@@ -247,7 +247,7 @@ async def test_while_the_store_is_down_nothing_is_run_and_nothing_committed(benc
     assert len(loop.work.runs) == 1
 
 
-async def test_what_is_skipped_is_committed_and_not_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_skipped_record_is_committed_and_not_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     skipped: list[int] = []
 
     def skip(delivery: Any) -> None:
@@ -263,7 +263,7 @@ async def test_what_is_skipped_is_committed_and_not_run(bench: Bench, monkeypatc
     assert not loop.work.runs
 
 
-async def test_a_record_that_is_neither_run_nor_skipped_ends_the_loop_uncommitted(
+async def test_a_record_neither_run_nor_skipped_ends_the_loop_and_is_not_committed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _handle_by(monkeypatch, lambda delivery: None)
@@ -285,13 +285,13 @@ def _handle_by(monkeypatch: pytest.MonkeyPatch, handle: Callable[[Any], object])
     monkeypatch.setattr(ConfluentLoop, "_handle", lambda self, delivery: handle(delivery))
 
 
-async def test_a_rebalance_while_a_record_waits_stops_no_partition(bench: Bench) -> None:
+async def test_a_rebalance_while_a_record_waits_pauses_no_partition(bench: Bench) -> None:
     partitions = 4
     await bench.topic.create(partitions)
-    elsewhere = bench.manager(processing_timeout_seconds=60)
-    held = await elsewhere.reserve(Key.of_entry(EntryPoint.KAFKA_LOOP, "twin", name="twin"), fingerprint=None)
+    other = bench.manager(processing_timeout_seconds=60)
+    held = await other.reserve(Key.of_entry(EntryPoint.KAFKA_LOOP, "busy", name="busy"), fingerprint=None)
     assert isinstance(held, Reserved)
-    await bench.topic.put(("twin", "x"))
+    await bench.topic.put(("busy", "x"))
     first = await bench.loop(config={"wait_timeout_seconds": 60})
     await eventually(lambda: bench.store.calls["reserve"] > 3)
 
@@ -299,13 +299,13 @@ async def test_a_rebalance_while_a_record_waits_stops_no_partition(bench: Bench)
     await eventually(lambda: len(first.assigned) == len(second.assigned) == 2)
     for partition in range(partitions):
         await bench.topic.put((f"later-{partition}", str(partition)), partition=partition)
-    await elsewhere.complete(held, "from elsewhere")
+    await other.complete(held, "from another process")
 
     await bench.committed(2)
     for partition in range(1, partitions):
         await bench.committed(1, partition)
     assert sorted(_payloads(first.work, second.work)) == ["0", "1", "2", "3"]
-    await second.stop()  # what it had comes back, and must not be paused still
+    await second.stop()  # its partitions move back, and must not remain paused
     bench.loops.remove(second)
     await eventually(lambda: len(first.assigned) == partitions)
     for partition in range(partitions):
@@ -313,7 +313,7 @@ async def test_a_rebalance_while_a_record_waits_stops_no_partition(bench: Bench)
     await eventually(lambda: _payloads(first.work).count("last") == partitions)
 
 
-async def test_many_records_of_many_partitions_are_each_done_once_while_members_come_and_go(bench: Bench) -> None:
+async def test_each_record_is_handled_once_while_members_join_and_leave(bench: Bench) -> None:
     partitions, each = 12, 40
     await bench.topic.create(partitions)
     for partition in range(partitions):
@@ -321,7 +321,7 @@ async def test_many_records_of_many_partitions_are_each_done_once_while_members_
         await bench.topic.put(*records, partition=partition)
     works = [GatedWork() for _ in range(3)]
     leaving = await bench.loop(works[0], most=100)
-    await eventually(lambda: works[0].runs)  # or the other one, if it joins first, may leave it nothing
+    await eventually(lambda: works[0].runs)  # otherwise the other member might handle everything
     staying = await bench.loop(works[1])
     await eventually(lambda: leaving.over)
     await leaving.stop()
@@ -334,7 +334,7 @@ async def test_many_records_of_many_partitions_are_each_done_once_while_members_
     assert staying.ends
 
 
-async def test_a_run_longer_than_the_session_keeps_its_place_in_the_group(bench: Bench) -> None:
+async def test_a_run_longer_than_the_session_keeps_its_group_membership(bench: Bench) -> None:
     await bench.topic.create(2)
     await bench.topic.put(("a", "1"))
     settings = {"session_timeout_ms": 2000, "heartbeat_interval_ms": 200}
@@ -348,7 +348,7 @@ async def test_a_run_longer_than_the_session_keeps_its_place_in_the_group(bench:
     assert len(first.work.runs) == 1
 
 
-async def test_a_run_longer_than_kafka_waits_for_a_poll_is_done_once_all_the_same(
+async def test_a_run_longer_than_the_poll_interval_is_handled_once(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
@@ -359,7 +359,7 @@ async def test_a_run_longer_than_kafka_waits_for_a_poll_is_done_once_all_the_sam
     await eventually(lambda: first.work.runs)
     second = await bench.loop(GatedWork("from the second"), settings=settings)
     await eventually(lambda: 0 in second.assigned)
-    await asyncio.sleep(2.5)  # the client looks at its own interval now and then only
+    await asyncio.sleep(2.5)  # the client checks its poll interval only occasionally
     first.work.may_end.set()
 
     ends = await second.ended(1)
@@ -371,17 +371,17 @@ async def test_a_run_longer_than_kafka_waits_for_a_poll_is_done_once_all_the_sam
         lambda: first.over or (len(first.assigned) == len(second.assigned) == 1),
         state=lambda: (first.assigned, second.assigned, first.ends, second.ends),
     )
-    assert not first.over  # it has joined again
+    assert not first.over  # it has rejoined the group
 
 
-async def test_a_topic_that_is_not_there_yet_is_waited_for(bench: Bench) -> None:
+async def test_a_loop_waits_for_a_missing_topic(bench: Bench) -> None:
     loop = await bench.loop(settings={"metadata_max_age_ms": 500})
     await asyncio.sleep(1)
     assert not loop.over
 
 
 def in_a_transaction(topic: Topic, *names: str, abort: bool = False) -> None:
-    """Send records to the first partition, and a marker behind them."""
+    """Send records to the first partition, followed by a marker."""
     producer = Producer({"bootstrap.servers": topic.kafka.bootstrap, "transactional.id": f"{topic.name}.{names}"})
     producer.init_transactions(30)
     producer.begin_transaction()
@@ -398,11 +398,11 @@ READ_COMMITTED: dict[str, Any] = {"isolation_level": "read_committed"}
 
 
 def settings_of(bench: Bench) -> dict[str, Any]:
-    """Settings with which a loop learns where its partition ends: librdkafka reports that only if asked."""
+    """Return settings for loops to detect the end of a partition; librdkafka reports it only if enabled."""
     return READ_COMMITTED if bench.kind is AiokafkaLoop else {**READ_COMMITTED, "enable_partition_eof": True}
 
 
-async def test_the_group_reaches_the_end_of_a_partition_that_ends_in_markers(bench: Bench) -> None:
+async def test_the_group_commits_the_markers_at_the_end_of_a_partition(bench: Bench) -> None:
     await bench.topic.create()
     work = GatedWork()
     loop = await bench.loop(work, settings=settings_of(bench))
@@ -418,7 +418,7 @@ async def test_the_group_reaches_the_end_of_a_partition_that_ends_in_markers(ben
     assert len(loop.ends) == 3
 
 
-async def test_the_group_passes_no_marker_while_what_precedes_it_fails(bench: Bench) -> None:
+async def test_the_group_does_not_pass_a_marker_while_a_record_before_it_fails(bench: Bench) -> None:
     await bench.topic.create()
     await asyncio.to_thread(in_a_transaction, bench.topic, "a", "b")
     work = GatedWork("one", *[OSError("no")] * 12, "two")
@@ -432,7 +432,7 @@ async def test_the_group_passes_no_marker_while_what_precedes_it_fails(bench: Be
     await bench.committed(3)
 
 
-async def test_a_loop_commits_the_marker_that_the_last_one_left(bench: Bench) -> None:
+async def test_a_loop_commits_a_marker_after_the_records_of_the_previous_loop(bench: Bench) -> None:
     await bench.topic.create()
     await asyncio.to_thread(in_a_transaction, bench.topic, "a")
     first = await bench.loop(most=1, settings=READ_COMMITTED)

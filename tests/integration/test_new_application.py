@@ -1,4 +1,4 @@
-"""A new application, as somebody has it a minute after: its tests pass, and it runs without any server."""
+"""A new application from `integr8s-idem new` passes its tests and runs without any server."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ DUPLICATE = 'idempotency_duplicates_blocked_total{event_type="order_placed",serv
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That of the application."""
+    """The folder of the new application."""
     folder = tmp_path_factory.mktemp("new")
     assert python(folder, "integr8s_idem", "new", "corner_shop").startswith("corner_shop/\n")
     return folder / "corner_shop"
 
 
 def environment() -> dict[str, str]:
-    ours = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
-        if not name.upper().startswith(("INTEGR8S_IDEM_", "PYTEST_"))  # settings and options of those who run this
+        if not name.upper().startswith(("INTEGR8S_IDEM_", "PYTEST_"))  # settings and options of this test run
     }
-    return {**ours, "PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT), "COLUMNS": "120"}
+    return {**inherited, "PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT), "COLUMNS": "120"}
 
 
 def python(folder: Path, *command: str) -> str:
-    """What `python -m …` prints; it must end well, and say nothing else."""
+    """Run `python -m …`, which must succeed without errors on stderr, and return its output."""
     ran = subprocess.run(
         [sys.executable, "-m", *command], cwd=folder, env=environment(), capture_output=True, text=True, timeout=110
     )
@@ -51,26 +51,26 @@ def python(folder: Path, *command: str) -> str:
 def test_its_tests_pass(folder: Path) -> None:
     quiet: Sequence[str] = ("-p", "no:schemathesis", "-p", "no:valkey", "-p", "no:cacheprovider", "-W", "error")
 
-    told = python(folder, "pytest", "-q", *quiet)
+    output = python(folder, "pytest", "-q", *quiet)
 
-    assert "21 passed" in told
+    assert "21 passed" in output
 
 
 def test_a_linter_and_a_strict_type_checker_find_nothing(folder: Path) -> None:
-    # Types of the library are read once, and kept where those of the checkout are.
+    # The types of the library are cached next to those of the checkout.
     cache = ROOT / ".mypy_cache" / "new-application"
 
     python(folder, "ruff", "check", "--no-cache", ".")
     python(folder, "ruff", "format", "--check", "--no-cache", ".")
-    told = python(folder, "mypy", "--cache-dir", str(cache), ".")
+    output = python(folder, "mypy", "--cache-dir", str(cache), ".")
 
-    assert told.startswith("Success: no issues found in 11 source files")
+    assert output.startswith("Success: no issues found in 11 source files")
 
 
-def test_its_settings_hold_no_mistake_and_no_warning(folder: Path) -> None:
-    told = python(folder, "integr8s_idem", "settings", "check", "--app", "corner_shop.workers:platform")
+def test_its_settings_have_no_errors_and_no_warnings(folder: Path) -> None:
+    output = python(folder, "integr8s_idem", "settings", "check", "--app", "corner_shop.workers:platform")
 
-    assert told == "settings.toml: ok\n"
+    assert output == "settings.toml: ok\n"
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def metrics_port() -> int:
 
 @pytest.fixture
 def worker(folder: Path, metrics_port: int, tmp_path: Path) -> Iterator[ServiceProcess]:
-    """`run --embedded`, ready to handle."""
+    """Start `run --embedded` and wait until it is ready."""
     env = {"PYTHONPATH": str(ROOT), "INTEGR8S_IDEM_TELEMETRY__METRICS_PORT": str(metrics_port)}
     arguments = ("corner_shop.workers:platform", "--embedded", "--json")
     with ServiceProcess(*arguments, log=tmp_path / "log", env=env, folder=folder) as process:
@@ -90,17 +90,15 @@ def worker(folder: Path, metrics_port: int, tmp_path: Path) -> Iterator[ServiceP
         yield process
 
 
-def test_an_order_that_is_placed_beside_the_running_worker_is_charged_once(
-    folder: Path, worker: ServiceProcess, metrics_port: int
-) -> None:
-    said = python(folder, "corner_shop.place_order", "7", "--embedded")
+def test_an_order_published_twice_is_charged_once(folder: Path, worker: ServiceProcess, metrics_port: int) -> None:
+    output = python(folder, "corner_shop.place_order", "7", "--embedded")
     worker.wait_for_line("charging 9.90 for order 7")
     blocked = wait_for(DUPLICATE, f"http://127.0.0.1:{metrics_port}/metrics")
     settings = load_embedded_settings(folder / "settings.toml", folder=folder)
     worker.terminate()
 
-    assert said.startswith("order 7 was published twice, as event ")
-    assert "integr8s-idem keys explain order_placed:" in said
+    assert output.startswith("order 7 was published twice, as event ")
+    assert "integr8s-idem keys explain order_placed:" in output
     assert blocked
     assert worker.output.count("charging") == 1
     assert isinstance(settings.store, RedisStoreSettings)
@@ -110,7 +108,7 @@ def test_an_order_that_is_placed_beside_the_running_worker_is_charged_once(
 
 
 def wait_for(line: str, url: str, seconds: float = 30) -> bool:
-    """Whether `line` stands at `url` in the end."""
+    """Return whether `line` appears at `url` in time."""
     give_up_at = time.monotonic() + seconds
     while time.monotonic() < give_up_at:
         with urllib.request.urlopen(url, timeout=5) as answer:

@@ -1,4 +1,4 @@
-"""What a publisher promises, on a real Kafka."""
+"""Guarantees of the publisher on real Kafka."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.kafka
 async def test_events_of_one_aggregate_that_are_published_together_keep_their_order(
     kafka: Kafka, topic_prefix: str, redis_url: str, number: int
 ) -> None:
-    """Even by a publisher that has to connect first, while those behind catch up: then and again, so several times."""
+    """Also while the publisher still connects and later events catch up; a race, so repeated several times."""
     events = [OrderPlaced(order_id=f"{key}{n}", aggregate_id=key) for n, key in itertools.product(range(10), "abcdef")]
     async with open_shop(kafka, topic_prefix, redis_url, partitions=2) as shop:
         await shop.publisher.publish(*events)
@@ -34,10 +34,8 @@ async def test_events_of_one_aggregate_that_are_published_together_keep_their_or
         assert [name for name in sent if name[0] == key] == [f"{key}{n}" for n in range(10)]
 
 
-async def test_many_messages_keep_their_order_and_what_is_too_large_spoils_no_other(
-    kafka: Kafka, topic_prefix: str
-) -> None:
-    """The third is too large for its topic, the seventh for this client."""
+async def test_messages_keep_their_order_if_others_are_too_large(kafka: Kafka, topic_prefix: str) -> None:
+    """Message 3 is too large for its topic, message 7 for the client."""
     publisher = EventPublisher(kafka_settings(kafka, topic_prefix, max_event_bytes=100_000))
     topic = f"{topic_prefix}orders"
     await kafka.create_topics({topic: 2}, {"max.message.bytes": "20000"})
@@ -56,7 +54,7 @@ async def test_many_messages_keep_their_order_and_what_is_too_large_spoils_no_ot
         assert list(dict.fromkeys(arrived)) == [n for n in range(key, 300, 3) if n not in (3, 7)]
 
 
-async def test_what_shares_a_batch_with_one_too_large_arrives_without_it(kafka: Kafka, topic_prefix: str) -> None:
+async def test_other_messages_in_the_batch_of_a_too_large_one_arrive(kafka: Kafka, topic_prefix: str) -> None:
     publisher, topic = EventPublisher(kafka_settings(kafka, topic_prefix)), f"{topic_prefix}orders"
     await kafka.create_topics({topic: 1}, {"max.message.bytes": "5000"})
     bodies = [b"1", b"2", b"x" * 8_000, b"3"]
@@ -68,7 +66,7 @@ async def test_what_shares_a_batch_with_one_too_large_arrives_without_it(kafka: 
     assert [value async for _, value in messages_in(kafka, topic_prefix, topic)] == [b"1", b"2", b"3"]
 
 
-async def test_what_this_client_refuses_is_no_reason_to_send_the_others_twice(kafka: Kafka, topic_prefix: str) -> None:
+async def test_a_message_refused_by_the_client_does_not_duplicate_the_others(kafka: Kafka, topic_prefix: str) -> None:
     publisher = EventPublisher(kafka_settings(kafka, topic_prefix, max_event_bytes=2_000))
     topic = f"{topic_prefix}orders"
     await kafka.create_topics({topic: 1})
@@ -80,7 +78,7 @@ async def test_what_this_client_refuses_is_no_reason_to_send_the_others_twice(ka
     assert [value async for _, value in messages_in(kafka, topic_prefix, topic)] == [b"1", b"2"]
 
 
-async def test_of_a_topic_that_confirms_nothing_the_rest_is_not_tried_and_other_topics_get_theirs(
+async def test_a_failing_topic_is_not_tried_again_and_other_topics_get_their_messages(
     kafka: Kafka, topic_prefix: str
 ) -> None:
     settings = kafka_settings(kafka, topic_prefix, request_timeout_seconds=2)
@@ -99,7 +97,7 @@ async def test_of_a_topic_that_confirms_nothing_the_rest_is_not_tried_and_other_
 
 
 async def messages_in(kafka: Kafka, prefix: str, topic: str) -> AsyncIterator[tuple[bytes | None, bytes | None]]:
-    """Keys and values of all messages of `topic`."""
+    """Yield keys and values of all messages in `topic`."""
     async with open_dead_letter_reader(kafka_settings(kafka, prefix)) as reader:
         partitions = [Partition(topic, number) for number in (await reader.partitions())[topic]]
         async for page in reader.pages(await reader.offset_ranges(partitions)):

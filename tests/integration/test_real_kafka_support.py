@@ -1,4 +1,4 @@
-"""The broker that tests run on: it starts, keeps its data through a kill, and says what is missing."""
+"""The Kafka broker for tests: it starts, keeps its data after a kill, and reports missing tools."""
 
 import asyncio
 from pathlib import Path
@@ -29,7 +29,7 @@ async def first_value(kafka: Kafka, topic: str, group: str) -> bytes:
 
 
 @pytest.mark.kafka
-async def test_an_event_comes_back_from_a_topic_with_chosen_partitions(kafka: Kafka, topic_prefix: str) -> None:
+async def test_an_event_is_read_from_a_topic_with_the_requested_partitions(kafka: Kafka, topic_prefix: str) -> None:
     topic = f"{topic_prefix}orders"
     await kafka.create_topics({topic: 3})
 
@@ -42,7 +42,7 @@ async def test_an_event_comes_back_from_a_topic_with_chosen_partitions(kafka: Ka
 
 
 @pytest.mark.kafka
-def test_a_killed_and_a_restarted_broker_come_back_with_their_events(own_kafka: KafkaBroker) -> None:
+def test_a_killed_and_a_restarted_broker_keep_their_events(own_kafka: KafkaBroker) -> None:
     asyncio.run(publish(own_kafka, "orders", b"1"))
     pid, address = own_kafka.pid, own_kafka.bootstrap
 
@@ -55,14 +55,14 @@ def test_a_killed_and_a_restarted_broker_come_back_with_their_events(own_kafka: 
     assert asyncio.run(first_value(own_kafka, "orders", "g")) == b"1"
 
 
-def test_without_jars_it_says_what_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_jars_are_reported_with_the_command_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(broker, "JARS", tmp_path)
 
     with pytest.raises(ToolsMissingError, match="make kafka"):
         broker.find_jars()
 
 
-def test_without_java_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_java_is_reported_with_the_version_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
 
     with pytest.raises(ToolsMissingError, match="Java 17 or newer"):

@@ -1,4 +1,4 @@
-"""What a store does in a Redis Cluster of six servers, beside the contract."""
+"""The store on a Redis Cluster of six servers, in addition to the contract tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def store(cluster: RedisCluster) -> AsyncIterator[RedisClusterIdempotencyR
 
 @pytest.fixture
 def round_trips(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many commands went over the wire together, one number for each round trip to one server."""
+    """Record the number of commands in each round trip to a server."""
     counted: list[int] = []
 
     async def counting(client: Any, commands: Sequence[Any], *rest: Any) -> list[Any]:
@@ -54,14 +54,14 @@ def round_trips(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-def together(count: int) -> list[str]:
-    """Keys of one bucket."""
+def keys_of_one_bucket(count: int) -> list[str]:
+    """Return keys that share a bucket."""
     found = (key for key in (f"k:{number}" for number in range(100_000)) if bucket_of(key) == BUCKET)
     return [next(found) for _ in range(count)]
 
 
-def elsewhere(cluster: RedisCluster, slot: int = SLOT) -> RedisServer:
-    """A primary that has not this slot."""
+def other_primary(cluster: RedisCluster, slot: int = SLOT) -> RedisServer:
+    """Return a primary that does not own this slot."""
     return next(server for server in cluster.primaries() if slot not in cluster.slots_of(server))
 
 
@@ -70,7 +70,7 @@ def reserved(verdicts: Sequence[object]) -> list[Reserved]:
     return [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
 
 
-async def test_a_slot_is_counted_as_the_servers_count_it(cluster: RedisCluster) -> None:
+async def test_slots_are_computed_as_on_the_servers(cluster: RedisCluster) -> None:
     for name in (stored_name("k"), stored_name("idempotency:billing:{x}:1"), stored_name("é")):
         tag = name[1 : name.index("}")]
 
@@ -80,7 +80,7 @@ async def test_a_slot_is_counted_as_the_servers_count_it(cluster: RedisCluster) 
 async def test_a_batch_is_one_round_trip_to_each_primary(
     store: RedisClusterIdempotencyRepository, round_trips: list[int]
 ) -> None:
-    await store.ping()  # the scripts are loaded where they are called first
+    await store.ping()  # loads the scripts
     await store.reserve([wish(f"warm:{number}") for number in range(1_000)])
     round_trips.clear()
 
@@ -91,12 +91,12 @@ async def test_a_batch_is_one_round_trip_to_each_primary(
 
 
 @pytest.mark.scenario(50)
-async def test_keys_of_a_slot_on_its_way_are_found_on_either_side(
+async def test_keys_of_a_migrating_slot_are_found_on_both_servers(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository
 ) -> None:
-    keys = together(12)
+    keys = keys_of_one_bucket(12)
     first = reserved(await store.reserve([wish(key) for key in keys[:8]]))
-    target = elsewhere(cluster)
+    target = other_primary(cluster)
 
     with cluster.half_moved(SLOT, target) as source:
         source.admin("MIGRATE", "127.0.0.1", target.port, "", 0, 1000, "KEYS", *map(stored_name, keys[:4]))
@@ -111,65 +111,65 @@ async def test_keys_of_a_slot_on_its_way_are_found_on_either_side(
 
 
 @pytest.mark.scenario(50)
-async def test_what_has_moved_is_asked_for_at_its_new_place_from_then_on(
+async def test_moved_slots_are_requested_from_their_new_server(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository, round_trips: list[int]
 ) -> None:
-    (mine,) = reserved(await store.reserve([wish("k")]))
-    await asyncio.to_thread(cluster.move_slots, [SLOT], elsewhere(cluster))
+    (reservation,) = reserved(await store.reserve([wish("k")]))
+    await asyncio.to_thread(cluster.move_slots, [SLOT], other_primary(cluster))
     round_trips.clear()
 
-    assert await store.renew([mine], LEASE) == [True]
+    assert await store.renew([reservation], LEASE) == [True]
     redirected = len(round_trips)
-    assert await store.renew([mine], LEASE) == [True]
+    assert await store.renew([reservation], LEASE) == [True]
 
-    assert redirected == 3  # moved, not loaded there yet, done
+    assert redirected == 3  # redirected, script not loaded, succeeded
     assert len(round_trips) == redirected + 1
 
 
 @pytest.mark.scenario(50)
-async def test_a_key_that_stands_twice_is_answered_as_two_callers_would_be_while_it_moves(
+async def test_a_key_repeated_in_a_batch_is_in_progress_while_its_slot_migrates(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository
 ) -> None:
-    one, other = together(2)
+    one, other = keys_of_one_bucket(2)
     await store.reserve([wish(other)])
 
-    with cluster.half_moved(SLOT, elsewhere(cluster)):
+    with cluster.half_moved(SLOT, other_primary(cluster)):
         verdicts = await store.reserve([wish(one), wish(other), wish(one)])
 
     assert [type(verdict).__name__ for verdict in verdicts] == ["Reserved", "InProgress", "InProgress"]
 
 
 async def test_scan_count_and_delete_reach_all_primaries(store: RedisClusterIdempotencyRepository) -> None:
-    keys = [f"ours:{number}" for number in range(300)]
+    keys = [f"mine:{number}" for number in range(300)]
     await store.reserve([wish(key) for key in [*keys, "other:1"]])
 
-    assert {record.key async for record in store.scan("ours:")} == set(keys)
-    assert await store.count_active("ours:") == 300
+    assert {record.key async for record in store.scan("mine:")} == set(keys)
+    assert await store.count_active("mine:") == 300
     assert await store.delete([*keys, "never"]) == 300
     assert await store.count_active("") == 1
 
 
 @pytest.mark.scenario(42)
-async def test_a_server_that_hangs_costs_its_timeout_and_nothing_is_left_running(
+async def test_a_hanging_server_times_out_and_leaves_no_tasks(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository
 ) -> None:
-    wishes = [wish(f"k:{number}") for number in range(100)]
-    await store.reserve(wishes)
+    requests = [wish(f"k:{number}") for number in range(100)]
+    await store.reserve(requests)
     before = asyncio.all_tasks()
     owner = cluster.owner(SLOT)
 
     owner.pause()
     try:
         with pytest.raises(StoreUnavailableError, match=r"no answer from Redis within 0\.3 s"):
-            await RedisClusterIdempotencyRepository(store.client, timeout=timedelta(seconds=0.3)).reserve(wishes)
+            await RedisClusterIdempotencyRepository(store.client, timeout=timedelta(seconds=0.3)).reserve(requests)
     finally:
         owner.resume()
 
     assert asyncio.all_tasks() == before
-    assert len(reserved(await store.reserve(wishes))) == 100
+    assert len(reserved(await store.reserve(requests))) == 100
 
 
-async def test_a_primary_that_lost_its_records_shows_in_the_identity(
+async def test_lost_records_of_a_primary_change_the_identity(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository
 ) -> None:
     before = await store.ping()
@@ -182,18 +182,18 @@ async def test_a_primary_that_lost_its_records_shows_in_the_identity(
     assert after.kind == "redis-cluster"
 
 
-async def test_slots_that_move_are_no_loss_and_no_failover(
+async def test_moving_slots_changes_neither_identity_nor_lineage(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository
 ) -> None:
     before = await store.ping()
 
-    await asyncio.to_thread(cluster.move_slots, [SLOT], elsewhere(cluster))
+    await asyncio.to_thread(cluster.move_slots, [SLOT], other_primary(cluster))
 
     after = await store.ping()
     assert (after.identity, after.lineage, after.start) == (before.identity, before.lineage, before.start)
 
 
-async def test_a_planned_failover_shows_in_the_lineage(
+async def test_a_planned_failover_changes_the_lineage(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository
 ) -> None:
     before = await store.ping()
@@ -209,15 +209,15 @@ async def test_a_planned_failover_shows_in_the_lineage(
     await asyncio.to_thread(cluster.await_health)
 
 
-async def test_a_seed_that_is_gone_does_not_matter(cluster: RedisCluster) -> None:
+async def test_an_unavailable_seed_is_ignored(cluster: RedisCluster) -> None:
     urls = ["redis://127.0.0.1:1", *cluster.settings().urls[:1]]
 
     async with open_store(cluster.settings().model_copy(update={"urls": urls}), key_prefix="idem") as store:
         assert (await store.ping()).kind == "redis-cluster"
 
 
-async def test_a_server_of_a_cluster_is_no_server_of_its_own(cluster: RedisCluster) -> None:
-    settings = RedisStoreSettings(url=elsewhere(cluster).url)
+async def test_a_cluster_server_is_refused_as_a_single_server(cluster: RedisCluster) -> None:
+    settings = RedisStoreSettings(url=other_primary(cluster).url)
     requests: list[ReserveRequest] = [wish(TAGS[BUCKET] + "k")]
 
     async with open_store(settings, key_prefix="idem") as store:
@@ -225,7 +225,7 @@ async def test_a_server_of_a_cluster_is_no_server_of_its_own(cluster: RedisClust
             await store.reserve(requests)
 
 
-async def test_a_server_of_its_own_is_no_cluster(cluster: RedisCluster) -> None:
+async def test_a_single_server_is_refused_as_a_cluster(cluster: RedisCluster) -> None:
     with RedisServer(tcp=True) as single:
         settings = cluster.settings().model_copy(update={"urls": (single.url,)})
         async with open_store(settings, key_prefix="idem") as store:
@@ -234,29 +234,29 @@ async def test_a_server_of_its_own_is_no_cluster(cluster: RedisCluster) -> None:
 
 
 @pytest.mark.scenario(53)
-async def test_every_primary_that_was_written_to_must_have_its_replicas(
+async def test_replicas_of_every_written_primary_must_confirm(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository
 ) -> None:
     strict = RedisClusterIdempotencyRepository(
         store.client, wait_replicas=1, wait_timeout=timedelta(seconds=0.2), timeout=timedelta(seconds=2)
     )
-    wishes = [wish(f"k:{number}") for number in range(100)]
+    requests = [wish(f"k:{number}") for number in range(100)]
     replica = cluster.replica_of(cluster.owner(SLOT))
 
     replica.pause()
     try:
         with pytest.raises(StoreUnavailableError, match="0 of 1 required replicas"):
-            await strict.reserve(wishes)
+            await strict.reserve(requests)
     finally:
         await asyncio.to_thread(cluster.rejoin, replica)
 
     patient = RedisClusterIdempotencyRepository(
         store.client, wait_replicas=1, wait_timeout=timedelta(seconds=15), timeout=timedelta(seconds=20)
     )
-    assert [one.attempt for one in reserved(await patient.reserve(wishes))] == [1] * 100
+    assert [one.attempt for one in reserved(await patient.reserve(requests))] == [1] * 100
 
 
-async def test_what_fails_while_a_call_is_cancelled_is_seen_by_someone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_during_a_cancellation_is_retrieved(caplog: pytest.LogCaptureFixture) -> None:
     async def fail() -> None:
         raise ConnectionError("gone")
 
@@ -266,13 +266,13 @@ async def test_what_fails_while_a_call_is_cancelled_is_seen_by_someone(caplog: p
     asking.cancel()
     await asyncio.wait({asking})
     assert asking.cancelled()
-    del asking  # what nobody has looked at is logged once it is gone
+    del asking  # asyncio logs unretrieved errors when the task is deleted
     gc.collect()
 
     assert caplog.records == []
 
 
-async def test_the_user_of_the_page_may_do_all_that_the_store_does(cluster: RedisCluster) -> None:
+async def test_the_documented_user_has_all_permissions_of_the_store(cluster: RedisCluster) -> None:
     rules = [word.replace("~idem:*", "~{idem:*}idem:*") for word in published()]
     slots = "+cluster" if cluster.servers[0].binary == bundled_binary() else "+cluster|slots"
     for server in cluster.servers:
@@ -283,12 +283,12 @@ async def test_the_user_of_the_page_may_do_all_that_the_store_does(cluster: Redi
     )
 
     async with open_store(settings, key_prefix="idem") as store:
-        with cluster.half_moved(slot, elsewhere(cluster, slot)):
-            (mine,) = reserved(await store.reserve([wish("idem:k")]))
+        with cluster.half_moved(slot, other_primary(cluster, slot)):
+            (reservation,) = reserved(await store.reserve([wish("idem:k")]))
         health = await store.ping()
-        assert await store.renew([mine], LEASE) == [True]
+        assert await store.renew([reservation], LEASE) == [True]
         assert await store.count_active("idem:") == 1
-        assert await store.complete([Completion(reservation=mine, ttl=TTL)]) == [True]
+        assert await store.complete([Completion(reservation=reservation, ttl=TTL)]) == [True]
         assert await store.delete(["idem:k"]) == 1
 
     assert not [warning for warning in health.warnings if "may not" in warning]

@@ -1,4 +1,4 @@
-"""Connections to Redis: at hand, shared, cut, cancelled in the middle; whose answer is whose is never in doubt."""
+"""Redis connections that are reused, shared, cut or cancelled: every caller gets its own answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEASE = timedelta(seconds=30)
 RETENTION = timedelta(hours=1)
 
 
-def wishes(name: str, number: int) -> list[ReserveRequest]:
+def requests(name: str, number: int) -> list[ReserveRequest]:
     return [
         ReserveRequest(key=f"{name}:{each}", token=os.urandom(16), lease=LEASE, retention=RETENTION, owner="a")
         for each in range(number)
@@ -40,7 +40,7 @@ def client_of(url: str, **settings: Any) -> Redis:
 
 @pytest.fixture
 async def quick(redis_url: str) -> AsyncIterator[Redis]:
-    """A client as the store has it."""
+    """Return a client like that of the store."""
     client = client_of(redis_url)
     yield client
     await client.aclose()
@@ -53,14 +53,14 @@ def pool_of(client: Redis) -> QuickPool:
 
 
 async def connections(client: Redis) -> int:
-    """How many the server sees of ours, that of this question included."""
+    """Return the number of connections of this library on the server, including the one of this call."""
     return sum(each["name"] == "integr8s-idem" for each in await client.client_list())
 
 
-# Whose answer is whose.
+# Answers to concurrent and cancelled calls.
 
 
-async def test_one_command_that_is_refused_spoils_none_of_the_others(quick: Redis) -> None:
+async def test_a_refused_command_does_not_affect_the_others(quick: Redis) -> None:
     await quick.lpush("list", "one")
 
     answers = await send(quick, [("SET", "a", 1), ("INCR", "list"), ("GET", "a"), ("NOSUCH",), ("GET", "b")])
@@ -73,30 +73,30 @@ async def test_one_command_that_is_refused_spoils_none_of_the_others(quick: Redi
 
 
 @pytest.mark.parametrize("keys", [1, 500])
-async def test_a_call_that_is_cancelled_at_any_step_leaves_no_answer_to_the_next(quick: Redis, keys: int) -> None:
+async def test_the_call_after_a_cancelled_one_gets_its_own_answer(quick: Redis, keys: int) -> None:
     store = RedisIdempotencyRepository(quick)
-    await store.reserve(wishes("warm", 1))
+    await store.reserve(requests("warm", 1))
     for step in range(30):
-        asking = asyncio.create_task(store.reserve(wishes(f"cancelled:{step}", keys)))
+        asking = asyncio.create_task(store.reserve(requests(f"cancelled:{step}", keys)))
         for _ in range(step):
             await asyncio.sleep(0)
         asking.cancel()
         await asyncio.wait({asking})
 
-        (verdict,) = await store.reserve(wishes(f"next:{step}", 1))
+        (verdict,) = await store.reserve(requests(f"next:{step}", 1))
         assert isinstance(verdict, Reserved)
         assert verdict.key == f"next:{step}:0"
         assert await send(quick, [("ECHO", str(step))]) == [str(step).encode()]
 
 
-async def test_a_command_that_cannot_be_written_leaves_no_answer_to_the_next(quick: Redis) -> None:
+async def test_the_call_after_an_unencodable_command_gets_its_own_answer(quick: Redis) -> None:
     with pytest.raises(UnicodeEncodeError):
         await send(quick, [("ECHO", "one"), ("ECHO", "\ud800")])
 
     assert await send(quick, [("ECHO", "two")]) == [b"two"]
 
 
-async def test_callers_beside_each_other_that_are_cancelled_at_random_get_their_own_answers(redis_url: str) -> None:
+async def test_concurrent_callers_get_their_own_answers_if_others_are_cancelled(redis_url: str) -> None:
     chance, client = random.Random(7), client_of(redis_url, max_connections=30)
 
     async def ask(number: int) -> None:
@@ -116,10 +116,10 @@ async def test_callers_beside_each_other_that_are_cancelled_at_random_get_their_
     await client.aclose()
 
 
-# Connections at hand.
+# Reuse of connections.
 
 
-async def test_calls_one_after_the_other_share_a_connection(quick: Redis) -> None:
+async def test_sequential_calls_share_a_connection(quick: Redis) -> None:
     taken = set()
     for _ in range(5):
         connection = await pool_of(quick).get_connection()
@@ -129,7 +129,7 @@ async def test_calls_one_after_the_other_share_a_connection(quick: Redis) -> Non
     assert len(taken) == 1
 
 
-async def test_no_more_are_kept_at_hand_than_are_usual_and_the_others_are_the_driver_s(quick: Redis) -> None:
+async def test_few_connections_are_kept_for_reuse_and_the_others_by_the_driver(quick: Redis) -> None:
     pool = pool_of(quick)
     taken = [await pool.get_connection() for _ in range(KEPT + 2)]
     for each in taken:
@@ -140,7 +140,7 @@ async def test_no_more_are_kept_at_hand_than_are_usual_and_the_others_are_the_dr
 
 
 @pytest.mark.parametrize("waiting", [1, 5])
-async def test_one_who_waits_gets_what_is_given_back(redis_url: str, waiting: int) -> None:
+async def test_waiting_callers_get_a_released_connection(redis_url: str, waiting: int) -> None:
     client = client_of(redis_url, max_connections=1)
     pool = pool_of(client)
     connection = await pool.get_connection()
@@ -154,25 +154,25 @@ async def test_one_who_waits_gets_what_is_given_back(redis_url: str, waiting: in
     await client.aclose()
 
 
-@pytest.mark.parametrize("why", ["it has rested", "it is of another event loop"])
-async def test_only_a_connection_of_this_loop_that_was_used_a_moment_ago_is_taken_without_a_look(
+@pytest.mark.parametrize("why", ["idle", "another event loop"])
+async def test_only_recently_used_connections_of_this_loop_are_not_checked(
     quick: Redis, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     pool = pool_of(quick)
     await pool.release(connection := await pool.get_connection())
-    seen = list[object]()
+    checked = list[object]()
     ensure = pool.ensure_connection
 
-    async def looked_at(one: Any) -> None:
-        seen.append(one)
+    async def check(one: Any) -> None:
+        checked.append(one)
         await ensure(one)
 
-    monkeypatch.setattr(pool, "ensure_connection", looked_at)
+    monkeypatch.setattr(pool, "ensure_connection", check)
     assert await pool.get_connection() is connection
-    assert seen == []
+    assert checked == []
 
     await pool.release(connection)
-    if why == "it has rested":
+    if why == "idle":
         monkeypatch.setattr(pools, "FRESH_SECONDS", 0.0)
     else:
         another = asyncio.new_event_loop()
@@ -180,39 +180,39 @@ async def test_only_a_connection_of_this_loop_that_was_used_a_moment_ago_is_take
         [(_, _, since)] = pool._ready
         pool._ready[:] = [(connection, another, since)]
     assert await pool.get_connection() is connection
-    assert seen == [connection]
+    assert checked == [connection]
 
 
-async def test_a_connection_that_has_died_at_hand_costs_no_error(quick: Redis, redis_server: RedisServer) -> None:
+async def test_a_dead_idle_connection_causes_no_error(quick: Redis, redis_server: RedisServer) -> None:
     store = RedisIdempotencyRepository(quick)
     for each in range(3):
-        (verdict,) = await store.reserve(wishes(f"k{each}", 1))
+        (verdict,) = await store.reserve(requests(f"k{each}", 1))
         assert isinstance(verdict, Reserved)
         await asyncio.to_thread(redis_server.admin, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
         assert await store.complete([Completion(reservation=verdict, ttl=RETENTION)]) == [True]
 
 
-async def test_a_connection_that_is_cut_while_it_waits_is_replaced_and_the_call_repeated(
+async def test_a_call_is_repeated_if_its_connection_is_cut(
     redis_server: RedisServer,
 ) -> None:
     async with FaultProxy(redis_server.address) as proxy:
         client = client_of(url_of(proxy.address))
         store = RedisIdempotencyRepository(client)
-        await store.reserve(wishes("warm", 1))
+        await store.reserve(requests("warm", 1))
         with proxy.fault(Cut()):
-            verdicts = await store.reserve(wishes("cut", 300))
+            verdicts = await store.reserve(requests("cut", 300))
 
         assert {type(verdict) for verdict in verdicts} == {Reserved}
         await client.aclose()
 
 
-async def test_scripts_that_are_flushed_at_any_time_are_loaded_again(quick: Redis, redis_server: RedisServer) -> None:
+async def test_flushed_scripts_are_loaded_again(quick: Redis, redis_server: RedisServer) -> None:
     store = RedisIdempotencyRepository(quick)
     for each in range(5):
         await asyncio.to_thread(redis_server.admin, "SCRIPT", "FLUSH")
         reserved = [
-            verdict for verdict in await store.reserve(wishes(f"k{each}", 300)) if isinstance(verdict, Reserved)
+            verdict for verdict in await store.reserve(requests(f"k{each}", 300)) if isinstance(verdict, Reserved)
         ]
         await asyncio.to_thread(redis_server.admin, "SCRIPT", "FLUSH")
 
@@ -220,7 +220,7 @@ async def test_scripts_that_are_flushed_at_any_time_are_loaded_again(quick: Redi
         assert done == [True] * 300
 
 
-async def test_replicas_that_are_missing_are_told_and_the_connection_is_fit_for_the_next(quick: Redis) -> None:
+async def test_missing_replicas_are_an_error_and_the_connection_stays_usable(quick: Redis) -> None:
     wait = ReplicaWait(1, timedelta(milliseconds=10))
 
     with pytest.raises(TooFewReplicasError):
@@ -229,7 +229,7 @@ async def test_replicas_that_are_missing_are_told_and_the_connection_is_fit_for_
     assert await send(quick, [("ECHO", "on")]) == [b"on"]
 
 
-async def test_a_pool_that_is_disconnected_has_nothing_at_hand_and_goes_on(quick: Redis) -> None:
+async def test_a_disconnected_pool_opens_new_connections(quick: Redis) -> None:
     pool = pool_of(quick)
     taken = [await pool.get_connection() for _ in range(3)]
     for each in taken:
@@ -241,16 +241,16 @@ async def test_a_pool_that_is_disconnected_has_nothing_at_hand_and_goes_on(quick
     assert await send(quick, [("ECHO", "on")]) == [b"on"]
 
 
-async def test_a_silent_server_costs_no_connection(redis_url: str) -> None:
+async def test_a_silent_server_leaks_no_connections(redis_url: str) -> None:
     with RedisServer() as server:
         client = client_of(server.url, max_connections=2, timeout_seconds=2)
         store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=2))
-        await store.reserve(wishes("warm", 1))
+        await store.reserve(requests("warm", 1))
         await asyncio.to_thread(server.pause)
-        answers = await asyncio.gather(*(store.reserve(wishes("k", 1)) for _ in range(6)), return_exceptions=True)
+        answers = await asyncio.gather(*(store.reserve(requests("k", 1)) for _ in range(6)), return_exceptions=True)
         assert {type(answer) for answer in answers} == {StoreUnavailableError}
         await asyncio.to_thread(server.resume)
 
-        again: Sequence[Any] = await asyncio.gather(*(store.reserve(wishes(f"n{each}", 1)) for each in range(6)))
+        again: Sequence[Any] = await asyncio.gather(*(store.reserve(requests(f"n{each}", 1)) for each in range(6)))
         assert [verdict.key for (verdict,) in again] == [f"n{each}:0" for each in range(6)]
         await client.aclose()

@@ -1,4 +1,4 @@
-"""A Sentinel that asks for a password, and TLS on the way to it and to the primary."""
+"""A Sentinel with a password, and TLS connections to it and to the primary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def settings_of(*ports: int, **more: Any) -> RedisSentinelStoreSettings:
     return RedisSentinelStoreSettings.model_validate({**kind, "password": DATA, "sentinel_password": WATCH, **more})
 
 
-async def test_each_password_goes_where_it_belongs(sentinel: SentinelServer) -> None:
+async def test_sentinel_and_primary_get_their_own_passwords(sentinel: SentinelServer) -> None:
     async with open_store(settings_of(sentinel.port), key_prefix="idem") as store:
         (verdict,) = await store.reserve([wish("k")])
 
@@ -44,7 +44,7 @@ async def test_each_password_goes_where_it_belongs(sentinel: SentinelServer) -> 
 
 @pytest.mark.scenario(52)
 @pytest.mark.parametrize("wrong", [{"password": "no"}, {"sentinel_password": "no"}, {"sentinel_password": None}])
-async def test_a_password_that_is_refused_is_a_mistake_in_the_settings(
+async def test_a_refused_password_is_a_configuration_error(
     sentinel: SentinelServer, wrong: dict[str, str | None]
 ) -> None:
     async with open_store(settings_of(sentinel.port, **wrong), key_prefix="idem") as store:
@@ -54,7 +54,7 @@ async def test_a_password_that_is_refused_is_a_mistake_in_the_settings(
     assert DATA not in str(caught.value)
 
 
-async def test_no_password_is_told_where_no_sentinel_answers() -> None:
+async def test_errors_about_unavailable_sentinels_contain_no_password() -> None:
     async with open_store(settings_of(1, 2), key_prefix="idem") as store:
         with pytest.raises(StoreError, match=r"127\.0\.0\.1:1: .*127\.0\.0\.1:2: ") as caught:
             await store.reserve([wish("k")])
@@ -63,13 +63,13 @@ async def test_no_password_is_told_where_no_sentinel_answers() -> None:
     assert DATA not in str(caught.value) + repr(caught.value.__cause__)
 
 
-async def test_sentinels_and_primary_are_reached_through_tls(tmp_path: Path) -> None:
+async def test_sentinels_and_primary_are_reached_over_tls(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     with RedisServer(tcp=True) as primary:
         async with TlsFront(primary.port, authority.server_context()) as front:
-            # A Sentinel without TLS of its own takes the plain port for the primary's; we are to take the front.
-            told = f"sentinel monitor tls 127.0.0.1 {front.port} 1"
-            with SentinelServer(primary.port, 1, told) as server:
+            # A Sentinel without TLS knows the plain port of the primary, but the store must use the TLS port.
+            monitor = f"sentinel monitor tls 127.0.0.1 {front.port} 1"
+            with SentinelServer(primary.port, 1, monitor) as server:
                 assert server.running
                 async with TlsFront(server.port, authority.server_context()) as before:
                     more = {"password": None, "sentinel_password": None, "master_name": "tls"}

@@ -1,4 +1,4 @@
-"""What the Redis store asks of its server: few calls, no record without an end, nothing unreadable taken over."""
+"""Calls of the Redis store: few round trips, no record without an expiry, no takeover of unreadable records."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RETENTION = timedelta(hours=1)
 TTL = timedelta(days=8)
 
 
-def wish(key: str, *, lease: timedelta = LEASE, fingerprint: bytes | None = None) -> ReserveRequest:
+def request_for(key: str, *, lease: timedelta = LEASE, fingerprint: bytes | None = None) -> ReserveRequest:
     return ReserveRequest(
         key=key, token=os.urandom(16), lease=lease, retention=RETENTION, fingerprint=fingerprint, owner="billing@a"
     )
@@ -60,29 +60,27 @@ async def evalsha_calls(client: Redis) -> int:
     return calls
 
 
-async def test_a_large_batch_goes_in_parts_to_reserve_to_complete_and_for_duplicates(
-    store: RedisIdempotencyRepository, redis_client: Redis
-) -> None:
-    await store.reserve([wish("warm")])
-    await store.complete([Completion(reservation=await take(store, wish("warm:2")), ttl=TTL)])
+async def test_large_batches_are_sent_in_parts(store: RedisIdempotencyRepository, redis_client: Redis) -> None:
+    await store.reserve([request_for("warm")])
+    await store.complete([Completion(reservation=await take(store, request_for("warm:2")), ttl=TTL)])
     await redis_client.config_resetstat()
 
-    reserved = await store.reserve([wish(f"k:{number}") for number in range(500)])
+    reserved = await store.reserve([request_for(f"k:{number}") for number in range(500)])
     parts = 500 / AT_ONCE
     assert await evalsha_calls(redis_client) == parts
     await store.complete([Completion(reservation=r, ttl=TTL) for r in reserved if isinstance(r, Reserved)])
     assert await evalsha_calls(redis_client) == 2 * parts
-    duplicates = await store.reserve([wish(f"k:{number}") for number in range(500)])
+    duplicates = await store.reserve([request_for(f"k:{number}") for number in range(500)])
 
     assert await evalsha_calls(redis_client) == 3 * parts
     assert all(isinstance(verdict, Completed) for verdict in duplicates)
 
 
 @pytest.mark.scenario(51)
-async def test_scripts_that_the_server_forgot_are_loaded_again(
+async def test_scripts_flushed_on_the_server_are_loaded_again(
     store: RedisIdempotencyRepository, redis_client: Redis
 ) -> None:
-    reserved = await take(store, wish("k"))
+    reserved = await take(store, request_for("k"))
 
     for _ in range(3):
         await redis_client.script_flush()
@@ -92,11 +90,11 @@ async def test_scripts_that_the_server_forgot_are_loaded_again(
     assert await store.complete([Completion(reservation=reserved, ttl=TTL)]) == [True]
 
 
-async def test_a_lease_ends_by_the_clock_of_the_server(store: RedisIdempotencyRepository) -> None:
-    await take(store, wish("k", lease=timedelta(milliseconds=150)))
+async def test_a_lease_is_measured_by_the_clock_of_the_server(store: RedisIdempotencyRepository) -> None:
+    await take(store, request_for("k", lease=timedelta(milliseconds=150)))
 
     async with asyncio.timeout(5):
-        while isinstance(verdict := (await store.reserve([wish("k")]))[0], InProgress):
+        while isinstance(verdict := (await store.reserve([request_for("k")]))[0], InProgress):
             assert verdict.retry_after <= timedelta(milliseconds=150)
             await asyncio.sleep(verdict.retry_after.total_seconds())
 
@@ -107,7 +105,7 @@ async def test_a_lease_ends_by_the_clock_of_the_server(store: RedisIdempotencyRe
 async def test_a_fence_is_the_clock_of_the_server_in_microseconds(
     store: RedisIdempotencyRepository, redis_client: Redis
 ) -> None:
-    reserved = await take(store, wish("k"))
+    reserved = await take(store, request_for("k"))
 
     seconds, microseconds = await redis_client.time()
 
@@ -115,16 +113,16 @@ async def test_a_fence_is_the_clock_of_the_server_in_microseconds(
 
 
 @pytest.mark.scenario(8)
-async def test_of_many_takers_of_a_lapsed_key_one_wins(store: RedisIdempotencyRepository) -> None:
-    await take(store, wish("k", lease=timedelta(0)))
+async def test_only_one_of_many_concurrent_takeovers_succeeds(store: RedisIdempotencyRepository) -> None:
+    await take(store, request_for("k", lease=timedelta(0)))
 
-    verdicts = await asyncio.gather(*(store.reserve([wish("k")]) for _ in range(50)))
+    verdicts = await asyncio.gather(*(store.reserve([request_for("k")]) for _ in range(50)))
 
     assert sum(isinstance(verdict, Reserved) for (verdict,) in verdicts) == 1
 
 
-async def test_no_record_is_ever_without_an_expiry(store: RedisIdempotencyRepository, redis_client: Redis) -> None:
-    renewed, released = await take(store, wish("renewed")), await take(store, wish("released"))
+async def test_every_record_has_an_expiry(store: RedisIdempotencyRepository, redis_client: Redis) -> None:
+    renewed, released = await take(store, request_for("renewed")), await take(store, request_for("released"))
     await redis_client.persist("renewed")
     await redis_client.persist("released")
 
@@ -135,7 +133,7 @@ async def test_no_record_is_ever_without_an_expiry(store: RedisIdempotencyReposi
     assert all(LEASE.total_seconds() * 1000 <= life <= 2 * LEASE.total_seconds() * 1000 for life in lives)
 
 
-async def test_times_beyond_all_reason_are_cut(store: RedisIdempotencyRepository) -> None:
+async def test_excessive_durations_are_capped(store: RedisIdempotencyRepository) -> None:
     request = ReserveRequest(key="k", token=os.urandom(16), lease=timedelta.max, retention=timedelta(0))
     reserved = await take(store, request)
     await store.renew([reserved], timedelta.max)
@@ -154,7 +152,7 @@ async def test_another_redis_type_under_a_key_is_corrupt_and_left_alone(
 ) -> None:
     await redis_client.rpush("list", "someone else's")
 
-    first, second = await store.reserve([wish("list"), wish("good")])
+    first, second = await store.reserve([request_for("list"), request_for("good")])
 
     assert first == Corrupt(key="list", reason="the key holds another Redis type")
     assert isinstance(second, Reserved)
@@ -165,32 +163,30 @@ async def test_another_redis_type_under_a_key_is_corrupt_and_left_alone(
     assert await redis_client.lrange("list", 0, -1) == [b"someone else's"]
 
 
-async def test_a_record_of_a_newer_version_is_corrupt_and_says_so(
+async def test_a_record_in_a_newer_format_is_reported_as_corrupt(
     store: RedisIdempotencyRepository, redis_client: Redis
 ) -> None:
-    await redis_client.set("k", b"\4" + b"whatever version 4 writes", px=60_000)
+    await redis_client.set("k", b"\4" + b"data of version 4", px=60_000)
 
-    assert await store.reserve([wish("k")]) == [
+    assert await store.reserve([request_for("k")]) == [
         Corrupt(key="k", reason="its format 4 is newer than this version supports (3)")
     ]
-    assert await redis_client.get("k") == b"\4" + b"whatever version 4 writes"
+    assert await redis_client.get("k") == b"\4" + b"data of version 4"
 
 
 async def change(client: Redis, key: str, at: int, new: bytes) -> None:
-    """Put `new` into the header of a record, as if it had been written so."""
+    """Replace bytes in the header of a record and update its checksum."""
     record = await client.get(key)
     assert isinstance(record, bytes)
     await client.set(key, changed(record, at, new), keepttl=True)
 
 
-async def test_attempts_are_counted_to_65535_and_stay_there(
-    store: RedisIdempotencyRepository, redis_client: Redis
-) -> None:
-    await take(store, wish("k", lease=timedelta(0)))
+async def test_attempts_are_capped_at_65535(store: RedisIdempotencyRepository, redis_client: Redis) -> None:
+    await take(store, request_for("k", lease=timedelta(0)))
     await change(redis_client, "k", 3, b"\xff\xfe")
 
-    first = await take(store, wish("k", lease=timedelta(0)))
-    second = await take(store, wish("k"))
+    first = await take(store, request_for("k", lease=timedelta(0)))
+    second = await take(store, request_for("k"))
 
     assert (first.attempt, second.attempt) == (65_535, 65_535)
     assert second.fence > first.fence
@@ -200,10 +196,10 @@ async def test_a_takeover_never_lowers_a_fence_that_is_ahead_of_the_clock(
     store: RedisIdempotencyRepository, redis_client: Redis
 ) -> None:
     ahead = 2**52
-    await take(store, wish("k", lease=timedelta(0)))
+    await take(store, request_for("k", lease=timedelta(0)))
     await change(redis_client, "k", 5, ahead.to_bytes(7, "big"))
 
-    assert (await take(store, wish("k"))).fence == ahead + 1
+    assert (await take(store, request_for("k"))).fence == ahead + 1
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
@@ -212,13 +208,13 @@ async def test_a_takeover_never_lowers_a_fence_that_is_ahead_of_the_clock(
     | st.builds(
         bytes.__add__, st.sampled_from([b"\1\1", b"\1\2", b"\1\3", b"\2\1", b"\2\2", b"\2\3"]), st.binary(max_size=90)
     )
-    # Anything behind the flags of a reservation that was given back: Lua would take it over.
+    # Arbitrary bytes after the flags of a released reservation, which Lua would take over.
     | st.builds(
         lambda flags, rest: bytes((1, 1, flags)) + b"\0\1" + bytes(13) + rest,
         st.integers(0, 255),
         st.binary(max_size=60),
     )
-    # The same with a header whose check holds.
+    # Also with a valid checksum of the header.
     | st.builds(
         lambda flags, rest: checked(bytes((2, 1, flags)) + b"\0\1" + bytes(13)) + rest,
         st.integers(0, 255),
@@ -232,7 +228,7 @@ async def test_lua_and_python_agree_on_what_is_readable(redis_server: RedisServe
     async with redis_server.client() as client:
         store = RedisIdempotencyRepository(client)
         await client.set("k", raw, px=60_000)
-        request = wish("k")
+        request = request_for("k")
 
         (verdict,) = await store.reserve([request])
 
@@ -262,44 +258,42 @@ async def test_a_completed_record_is_small(store: RedisIdempotencyRepository, re
     used = await redis_client.memory_usage(key)
 
     assert await redis_client.strlen(key) == 60
-    # The allocator of libc rounds up more than that of the usual builds.
+    # The allocator of libc rounds up more than jemalloc.
     assert used is not None
     assert used <= (200 if allocator.startswith("jemalloc") else 216)
 
 
-async def test_a_client_that_decodes_is_refused(redis_url: str) -> None:
+async def test_a_client_that_decodes_responses_is_refused(redis_url: str) -> None:
     async with Redis.from_url(redis_url, decode_responses=True) as client:
         with pytest.raises(StoreConfigurationError, match="decode_responses=False"):
             RedisIdempotencyRepository(client)
 
 
-async def test_it_is_an_idempotency_repository(store: RedisIdempotencyRepository) -> None:
+async def test_the_store_implements_the_protocol(store: RedisIdempotencyRepository) -> None:
     assert isinstance(store, IdempotencyRepository)
 
 
-async def test_a_scan_leaves_out_keys_that_are_no_text(store: RedisIdempotencyRepository, redis_client: Redis) -> None:
+async def test_a_scan_skips_keys_that_are_not_utf8(store: RedisIdempotencyRepository, redis_client: Redis) -> None:
     await redis_client.set(b"p:\xff", b"x", px=60_000)
-    await take(store, wish("p:good"))
+    await take(store, request_for("p:good"))
 
     assert [record.key async for record in store.scan("p:")] == ["p:good"]
 
 
 @pytest.mark.scenario(10, 11)
-async def test_calls_whose_answers_are_lost_are_repeated_without_harm(
-    redis_server: RedisServer, redis_url: str
-) -> None:
+async def test_calls_with_lost_answers_are_repeated_safely(redis_server: RedisServer, redis_url: str) -> None:
     async with FaultProxy(redis_server.address) as proxy:
         client = redis_client(RedisStoreSettings(url=url_of(proxy.address)))
         store = RedisIdempotencyRepository(client)
-        await store.complete([Completion(reservation=await take(store, wish("warm")), ttl=TTL)])
+        await store.complete([Completion(reservation=await take(store, request_for("warm")), ttl=TTL)])
 
         lost = [proxy.put(Cut(matching=b"EVALSHA"))]
-        reserved = await take(store, wish("k"))
+        reserved = await take(store, request_for("k"))
         lost.append(proxy.put(Cut(matching=b"EVALSHA")))
         renewed = await store.renew([reserved], LEASE)
         lost.append(proxy.put(Cut(matching=b"EVALSHA")))
         completed = await store.complete([Completion(reservation=reserved, ttl=TTL, result=StoredResult(b"1"))])
-        (verdict,) = await store.reserve([wish("k")])
+        (verdict,) = await store.reserve([request_for("k")])
         await client.aclose()
 
     assert (reserved.attempt, renewed, completed) == (1, [True], [True])

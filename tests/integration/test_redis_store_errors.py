@@ -1,4 +1,4 @@
-"""What comes out when the server refuses, hangs, dies or is full."""
+"""Errors of the Redis store when the server refuses commands, hangs, dies or is full."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMMAND = re.compile(r"\s(\+[a-z|]+)")
 
 
 def published() -> list[str]:
-    """The command of the page that makes a user, with our key prefix."""
+    """Return the command on the page that creates a user, with the key prefix of these tests."""
     (block,) = re.findall(r"^ACL SETUSER .*\n(?: +\+.*\n)+", PAGE.read_text(), re.MULTILINE)
     return [word.replace("~idempotency:", "~idem:").replace("PASSWORD", SECRET) for word in block.split()]
 
@@ -43,7 +43,7 @@ def published() -> list[str]:
 PUBLISHED = [word for word in published() if word.startswith("+")]
 
 
-def wish(key: str) -> ReserveRequest:
+def request_for(key: str) -> ReserveRequest:
     return ReserveRequest(key=key, token=os.urandom(16), lease=LEASE, retention=TTL)
 
 
@@ -52,7 +52,7 @@ def held(key: str) -> Reserved:
 
 
 CALLS: dict[str, Callable[[RedisIdempotencyRepository], Coroutine[Any, Any, Any]]] = {
-    "reserve": lambda store: store.reserve([wish("idem:k")]),
+    "reserve": lambda store: store.reserve([request_for("idem:k")]),
     "renew": lambda store: store.renew([held("idem:k")], LEASE),
     "complete": lambda store: store.complete([Completion(reservation=held("idem:k"), ttl=TTL)]),
     "fail": lambda store: store.fail([Failure(reservation=held("idem:k"), ttl=TTL, error="no")]),
@@ -114,11 +114,11 @@ def test_the_page_shows_the_line_that_doctor_prints() -> None:
 
 
 async def do_everything(server: RedisServer, user: str) -> str:
-    """All that the library does with a store, on a database of its own; the warnings of ping."""
+    """Call everything that the library uses, on another database, and return the warnings of `ping`."""
     await asyncio.to_thread(server.flush)
     url = server.url.replace("db=0", "db=1")
     async with store_on(server, user=user, password=SECRET, url=url) as store:
-        reserved = await store.reserve([wish("idem:a"), wish("idem:b"), wish("idem:c")])
+        reserved = await store.reserve([request_for("idem:a"), request_for("idem:b"), request_for("idem:c")])
         first, second, third = [one for one in reserved if isinstance(one, Reserved)]
 
         assert await store.renew([first], 10 * TTL) == [True]
@@ -138,23 +138,25 @@ async def test_a_user_with_the_published_commands_can_do_everything(guarded_serv
 
 @pytest.mark.scenario(103)
 @pytest.mark.parametrize("missing", PUBLISHED)
-async def test_none_of_the_published_commands_is_too_many(guarded_server: RedisServer, missing: str) -> None:
+async def test_every_published_command_is_needed(guarded_server: RedisServer, missing: str) -> None:
     rules = [word for word in published()[3:] if word != missing]
     await asyncio.to_thread(guarded_server.admin, "ACL", "SETUSER", "lacking", "reset", *rules)
 
     try:
-        told = await do_everything(guarded_server, "lacking")
+        message = await do_everything(guarded_server, "lacking")
     except StoreConfigurationError as error:
-        told = str(error)
+        message = str(error)
 
-    assert missing.upper().removeprefix("+").partition("|")[0] in told.upper()
+    assert missing.upper().removeprefix("+").partition("|")[0] in message.upper()
 
 
 @pytest.mark.scenario(103)
 @pytest.mark.parametrize(
     "command", ["FLUSHALL", "KEYS *", "CONFIG SET save 1", "DEL idem:k", "GET other:k", "EVAL 1 0"]
 )
-async def test_that_user_can_do_nothing_else(guarded_server: RedisServer, command: str) -> None:
+async def test_a_user_with_the_published_commands_can_do_nothing_else(
+    guarded_server: RedisServer, command: str
+) -> None:
     async with store_on(guarded_server, user="worker", password=SECRET) as store:
         with pytest.raises(NoPermissionError):
             await store.client.execute_command(*command.split())  # type: ignore[no-untyped-call]
@@ -177,16 +179,16 @@ async def test_ping_names_the_command_that_a_user_lacks(guarded_server: RedisSer
 @pytest.mark.parametrize(
     ("user", "named"), [("no-evalsha", r"EVALSHA: grant it \+evalsha"), ("no-inner-set", r"\+set"), ("no-keys", "~")]
 )
-async def test_a_user_without_a_permission_learns_which(guarded_server: RedisServer, user: str, named: str) -> None:
+async def test_an_error_names_the_missing_permission(guarded_server: RedisServer, user: str, named: str) -> None:
     async with store_on(guarded_server, user=user, password=SECRET) as store:
         with pytest.raises(StoreConfigurationError, match=named) as caught:
-            await store.reserve([wish("idem:k")])
+            await store.reserve([request_for("idem:k")])
 
     assert isinstance(caught.value.__cause__, RedisError)
     assert caught.value.operation == "reserve"
 
 
-async def test_a_user_without_info_is_told_what_stays_unseen(guarded_server: RedisServer) -> None:
+async def test_ping_reports_the_checks_that_need_info(guarded_server: RedisServer) -> None:
     async with store_on(guarded_server, user="writer", password=SECRET) as store:
         health = await store.ping()
 
@@ -195,10 +197,10 @@ async def test_a_user_without_info_is_told_what_stays_unseen(guarded_server: Red
 
 
 @pytest.mark.scenario(52, 104)
-async def test_a_wrong_password_is_a_mistake_of_settings_and_is_not_shown(guarded_server: RedisServer) -> None:
+async def test_a_wrong_password_is_a_configuration_error_and_is_not_shown(guarded_server: RedisServer) -> None:
     async with store_on(guarded_server, user="worker", password="wr0ng-" + SECRET) as store:
         with pytest.raises(StoreConfigurationError, match="user and password") as caught:
-            await store.reserve([wish("idem:k")])
+            await store.reserve([request_for("idem:k")])
 
     assert SECRET not in f"{caught.value}{caught.value.__cause__}{caught.value.args}"
 
@@ -221,11 +223,11 @@ async def test_a_dead_server_is_unavailable_within_the_timeout(name: str) -> Non
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["socket", "tcp"])
-async def test_a_server_that_comes_back_serves_the_same_client(tcp: bool) -> None:
-    # With fsync once a second, an answer may come before the write: Redis waits with it for an fsync under way.
+async def test_a_client_reconnects_to_a_restarted_server(tcp: bool) -> None:
+    # With one fsync per second, Redis may answer before the write, which waits for a running fsync.
     with RedisServer(tcp=tcp, config=DURABLE) as server:
         async with store_on(server) as store:
-            request = wish("idem:k")
+            request = request_for("idem:k")
             before = await store.reserve([request])
             server.kill()
             with pytest.raises(StoreUnavailableError):
@@ -236,10 +238,10 @@ async def test_a_server_that_comes_back_serves_the_same_client(tcp: bool) -> Non
 
 
 @pytest.mark.scenario(43)
-async def test_a_hanging_server_is_unavailable_and_no_stale_answer_is_taken() -> None:
+async def test_a_hanging_server_is_unavailable_and_its_late_answer_is_ignored() -> None:
     with RedisServer() as server:
         async with store_on(server, timeout=0.3) as store:
-            first, _ = await store.reserve([wish("idem:a"), wish("idem:b")])
+            first, _ = await store.reserve([request_for("idem:a"), request_for("idem:b")])
             assert isinstance(first, Reserved)
             server.pause()
             with pytest.raises(StoreUnavailableError, match=r"within 0\.3 s"):
@@ -252,10 +254,10 @@ async def test_a_hanging_server_is_unavailable_and_no_stale_answer_is_taken() ->
 
 
 @pytest.mark.scenario(48)
-async def test_a_full_server_refuses_and_what_it_knows_stays_readable() -> None:
+async def test_a_full_server_refuses_writes_and_still_serves_reads() -> None:
     with RedisServer(config={"maxmemory": "3mb"}) as server:
         async with store_on(server) as store:
-            (reserved,) = await store.reserve([wish("idem:k")])
+            (reserved,) = await store.reserve([request_for("idem:k")])
             assert isinstance(reserved, Reserved)
             large = Completion(reservation=reserved, ttl=TTL, result=StoredResult(b"x" * 3_000_000))
 
@@ -268,7 +270,7 @@ async def test_a_full_server_refuses_and_what_it_knows_stays_readable() -> None:
 async def _until_refused(store: RedisIdempotencyRepository, completion: Completion) -> None:
     for number in range(100):
         await store.complete([completion])
-        await store.reserve([wish(f"idem:{number}:{extra}") for extra in range(1_000)])
+        await store.reserve([request_for(f"idem:{number}:{extra}") for extra in range(1_000)])
 
 
 @pytest.mark.scenario(50)
@@ -277,7 +279,7 @@ async def _until_refused(store: RedisIdempotencyRepository, completion: Completi
     [({"replicaof": ["127.0.0.1", "1"]}, "read-only replica"), ({"min-replicas-to-write": "1"}, "fewer replicas")],
     ids=["replica", "too few replicas"],
 )
-async def test_a_server_that_takes_no_writes_is_unavailable(config: dict[str, Any], reason: str) -> None:
+async def test_a_server_that_refuses_writes_is_unavailable(config: dict[str, Any], reason: str) -> None:
     with RedisServer(config=config) as server:
         async with store_on(server) as store:
             for name in ("reserve", "delete", "ping"):
@@ -287,12 +289,12 @@ async def test_a_server_that_takes_no_writes_is_unavailable(config: dict[str, An
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_a_cancelled_call_ends_at_once_and_is_not_translated(turns: int) -> None:
+async def test_a_cancelled_call_ends_at_once_with_a_cancelled_error(turns: int) -> None:
     with RedisServer() as server:
         async with store_on(server, timeout=60) as store:
             await store.ping()
             server.pause()
-            call = asyncio.create_task(store.reserve([wish("idem:k")]))
+            call = asyncio.create_task(store.reserve([request_for("idem:k")]))
             await _turns(turns)
             call.cancel()
 
@@ -305,10 +307,10 @@ async def test_a_cancelled_call_ends_at_once_and_is_not_translated(turns: int) -
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_cancellation_that_the_driver_swallows_is_not_lost(redis_client: Redis, turns: int) -> None:
-    # A client made with the driver's defaults waits by asyncio.wait_for.
+    # A client with the driver's defaults uses asyncio.wait_for.
     store = RedisIdempotencyRepository(redis_client)
     await store.ping()
-    call = asyncio.create_task(store.reserve([wish("idem:k")]))
+    call = asyncio.create_task(store.reserve([request_for("idem:k")]))
     await _turns(turns)
 
     if call.cancel():

@@ -1,4 +1,4 @@
-"""What `ping` says about a server, and how `redis_client` is made."""
+"""Health reported by `ping`, and the clients that `redis_client` creates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
 from tests.support.redis import RedisServer
 
-SOUND = {"appendonly": "yes"}
+DURABLE = {"appendonly": "yes"}
 
 
 async def health_with(config: dict[str, Any]) -> StoreHealth:
@@ -26,8 +26,8 @@ async def health_with(config: dict[str, Any]) -> StoreHealth:
     return health
 
 
-async def test_a_sound_server_gets_no_warning() -> None:
-    health = await health_with({**SOUND, "maxmemory": "100mb", "maxmemory-policy": "noeviction"})
+async def test_a_durable_server_has_no_warnings() -> None:
+    health = await health_with({**DURABLE, "maxmemory": "100mb", "maxmemory-policy": "noeviction"})
 
     assert health.kind == "redis"
     assert health.version[0].isdigit() or health.version.startswith("Valkey ")
@@ -39,24 +39,24 @@ async def test_a_sound_server_gets_no_warning() -> None:
 @pytest.mark.parametrize(
     ("config", "warning"),
     [
-        ({**SOUND, "maxmemory": "100mb", "maxmemory-policy": "volatile-ttl"}, "volatile-ttl drops records beyond"),
-        ({**SOUND, "maxmemory-policy": "allkeys-lru"}, "allkeys-lru drops records as soon as"),
+        ({**DURABLE, "maxmemory": "100mb", "maxmemory-policy": "volatile-ttl"}, "volatile-ttl drops records beyond"),
+        ({**DURABLE, "maxmemory-policy": "allkeys-lru"}, "allkeys-lru drops records as soon as"),
         ({"save": ""}, "a restart loses all records"),
         ({"save": ["3600", "1"]}, "since the last snapshot"),
-        ({**SOUND, "appendfsync": "no"}, "appendfsync is set to no: a power failure loses"),
-        ({**SOUND, "replicaof": ["127.0.0.1", "1"], "replica-read-only": "no"}, "is a replica (writable"),
+        ({**DURABLE, "appendfsync": "no"}, "appendfsync is set to no: a power failure loses"),
+        ({**DURABLE, "replicaof": ["127.0.0.1", "1"], "replica-read-only": "no"}, "is a replica (writable"),
     ],
 )
-async def test_what_would_lose_records_is_said(config: dict[str, Any], warning: str) -> None:
+async def test_settings_that_lose_records_are_reported(config: dict[str, Any], warning: str) -> None:
     health = await health_with(config)
 
     (only,) = health.warnings
     assert warning in only
 
 
-async def test_a_memory_that_is_nearly_full_is_said() -> None:
-    with RedisServer(config=SOUND) as server:
-        await asyncio.to_thread(server.admin, "SET", "somebody:else", "x" * 10_000_000)
+async def test_nearly_full_memory_is_reported() -> None:
+    with RedisServer(config=DURABLE) as server:
+        await asyncio.to_thread(server.admin, "SET", "other:key", "x" * 10_000_000)
         await asyncio.to_thread(server.admin, "CONFIG", "SET", "maxmemory", 12_000_000)
         client = redis_client(RedisStoreSettings(url=server.url))
         (warning,) = (await RedisIdempotencyRepository(client).ping()).warnings
@@ -65,8 +65,8 @@ async def test_a_memory_that_is_nearly_full_is_said() -> None:
     assert warning.startswith("more than 90% of maxmemory (12000000 bytes) is used: once it is full")
 
 
-async def test_the_identity_of_a_store_stays_until_its_data_are_gone() -> None:
-    with RedisServer(config=SOUND) as server:
+async def test_the_identity_of_a_store_changes_only_when_its_data_are_lost() -> None:
+    with RedisServer(config=DURABLE) as server:
         client = redis_client(RedisStoreSettings(url=server.url))
         store = RedisIdempotencyRepository(client, key_prefix="p")
         first = (await store.ping()).identity
@@ -85,7 +85,7 @@ async def test_the_identity_of_a_store_stays_until_its_data_are_gone() -> None:
 
 
 @pytest.mark.parametrize("fsync", ["always", "everysec"])
-async def test_a_server_tells_its_start_and_whether_it_keeps_all_it_took(fsync: str) -> None:
+async def test_ping_reports_the_start_of_the_server_and_whether_it_keeps_all_writes(fsync: str) -> None:
     with RedisServer(config={"appendonly": "yes", "appendfsync": fsync}) as server:
         client = redis_client(RedisStoreSettings(url=server.url))
         store = RedisIdempotencyRepository(client)
@@ -98,7 +98,7 @@ async def test_a_server_tells_its_start_and_whether_it_keeps_all_it_took(fsync: 
     assert first.keeps_all == second.keeps_all == (fsync == "always")
 
 
-async def test_the_mark_is_no_record(redis_url: str) -> None:
+async def test_the_store_id_is_not_listed_as_a_record(redis_url: str) -> None:
     client = redis_client(RedisStoreSettings(url=redis_url))
     store = RedisIdempotencyRepository(client, key_prefix="p")
 
@@ -110,7 +110,7 @@ async def test_the_mark_is_no_record(redis_url: str) -> None:
     await client.aclose()
 
 
-async def test_many_who_look_first_agree_on_one_identity(redis_url: str) -> None:
+async def test_concurrent_first_pings_agree_on_one_identity(redis_url: str) -> None:
     client = redis_client(RedisStoreSettings(url=redis_url))
     store = RedisIdempotencyRepository(client)
 
@@ -131,7 +131,7 @@ async def test_the_client_has_a_name_and_waits_for_a_free_connection(redis_url: 
     assert connections <= 2
 
 
-async def test_the_password_of_the_settings_wins_over_that_of_the_url() -> None:
+async def test_the_password_setting_overrides_the_password_in_the_url() -> None:
     with RedisServer(tcp=True, config={"requirepass": "right"}) as server:
         url = server.url.replace("redis://", "redis://:wrong@")
         client = redis_client(RedisStoreSettings(url=url, password=SecretStr("right")))
@@ -141,7 +141,7 @@ async def test_the_password_of_the_settings_wins_over_that_of_the_url() -> None:
         await client.aclose()
 
 
-def test_certificates_go_to_tls_connections() -> None:
+def test_certificates_are_passed_to_tls_connections() -> None:
     settings = RedisStoreSettings(
         url="rediss://cache:6380/1", tls_ca_file="ca.pem", tls_cert_file="me.pem", tls_key_file="me.key"
     )
@@ -155,8 +155,8 @@ def test_certificates_go_to_tls_connections() -> None:
 
 
 @pytest.mark.scenario(41)
-async def test_a_server_restarted_keeps_what_its_settings_keep() -> None:
-    with RedisServer(config=SOUND) as server:
+async def test_a_restarted_durable_server_keeps_its_data() -> None:
+    with RedisServer(config=DURABLE) as server:
         client = server.client()
         await client.set("k", "v")
         await asyncio.to_thread(server.restart)

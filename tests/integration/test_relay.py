@@ -1,4 +1,4 @@
-"""The relay and the outbox, on real databases; what it publishes to is a list of ours."""
+"""The relay and the outbox on real databases, publishing to an in-memory broker."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 
 class Broker(EventPublisher):
-    """Keeps what is published; refuses what is `broken`, and everything while `away`."""
+    """Keeps published messages; refuses IDs in `broken`, and all messages while `is_down`."""
 
     def __init__(self) -> None:
         super().__init__(KafkaSettings())
         self.published: list[Message] = []
         self.broken: set[str] = set()
-        self.away = False
+        self.is_down = False
 
     async def send_message(self, message: Message) -> None:
         await asyncio.sleep(0)
-        if self.away or message.event_id in self.broken:
-            raise PublishError(message.topic, "the broker is away")
+        if self.is_down or message.event_id in self.broken:
+            raise PublishError(message.topic, "the broker is down")
         self.published.append(message)
 
     def ids(self, key: bytes | None = None) -> list[str]:
@@ -63,7 +63,7 @@ def message(number: int, key: bytes | None = b"k") -> Message:
     return Message("orders", key, f"body {number}".encode(), headers, f"event-{number}", "order_placed")
 
 
-async def leave(engine: AsyncEngine, *messages: Message) -> None:
+async def add_to_outbox(engine: AsyncEngine, *messages: Message) -> None:
     async with writing(engine) as connection:
         await put(connection, messages)
 
@@ -80,9 +80,9 @@ async def relays(engine: AsyncEngine, *brokers: Broker) -> AsyncIterator[list[Sq
     await asyncio.gather(*tasks)
 
 
-async def test_messages_go_out_as_they_were_written_in_the_order_of_their_rows(engine: AsyncEngine) -> None:
+async def test_messages_are_published_unchanged_in_the_order_of_their_rows(engine: AsyncEngine) -> None:
     broker, written = Broker(), [message(number) for number in range(20)]
-    await leave(engine, *written)
+    await add_to_outbox(engine, *written)
 
     async with relays(engine, broker) as [outbox]:
         await eventually(lambda: len(broker.published) == 20)
@@ -93,12 +93,12 @@ async def test_messages_go_out_as_they_were_written_in_the_order_of_their_rows(e
     assert await outbox.count() == 0
 
 
-async def test_what_a_transaction_rolls_back_is_never_published(engine: AsyncEngine) -> None:
+async def test_messages_of_a_rolled_back_transaction_are_never_published(engine: AsyncEngine) -> None:
     broker = Broker()
     async with engine.connect() as connection:
         await put(connection, [message(1)])
         await connection.rollback()
-    await leave(engine, message(2))
+    await add_to_outbox(engine, message(2))
 
     async with relays(engine, broker):
         await eventually(lambda: broker.published)
@@ -112,7 +112,7 @@ async def test_many_relays_share_the_work_and_keep_the_order_of_each_key(engine:
     keys = [f"key-{number}".encode() for number in range(10)]
     async with relays(engine, *brokers):
         for number in range(0, 200, 20):
-            await leave(engine, *(message(number + more, keys[(number + more) % 10]) for more in range(20)))
+            await add_to_outbox(engine, *(message(number + more, keys[(number + more) % 10]) for more in range(20)))
         await eventually(lambda: len(brokers[0].published) >= 200)
 
     assert len(brokers[0].published) == 200
@@ -120,10 +120,12 @@ async def test_many_relays_share_the_work_and_keep_the_order_of_each_key(engine:
         assert brokers[0].ids(key) == [f"event-{number}" for number in range(index, 200, 10)]
 
 
-async def test_a_message_that_cannot_go_holds_up_its_own_key_only(engine: AsyncEngine) -> None:
+async def test_a_failing_message_blocks_only_its_own_key(engine: AsyncEngine) -> None:
     broker = Broker()
     broker.broken = {"event-1"}
-    await leave(engine, *(message(number, b"k") for number in range(4)), message(9, b"other"), message(10, None))
+    await add_to_outbox(
+        engine, *(message(number, b"k") for number in range(4)), message(9, b"other"), message(10, None)
+    )
 
     async with relays(engine, broker) as [outbox]:
         await eventually(lambda: len(broker.published) == 3)
@@ -135,11 +137,11 @@ async def test_a_message_that_cannot_go_holds_up_its_own_key_only(engine: AsyncE
     assert broker.ids(b"k") == ["event-0", "event-1", "event-2", "event-3"]
 
 
-async def test_many_messages_that_cannot_go_hold_up_no_other_topic(engine: AsyncEngine) -> None:
+async def test_many_failing_messages_do_not_block_another_topic(engine: AsyncEngine) -> None:
     broker = Broker()
     broker.broken = {f"event-{number}" for number in range(600)}
-    await leave(engine, *(message(number, f"key-{number}".encode()) for number in range(600)))
-    await leave(engine, replace(message(1000), topic="payments"))
+    await add_to_outbox(engine, *(message(number, f"key-{number}".encode()) for number in range(600)))
+    await add_to_outbox(engine, replace(message(1000), topic="payments"))
 
     async with relays(engine, broker):
         await eventually(lambda: broker.published)
@@ -147,11 +149,11 @@ async def test_many_messages_that_cannot_go_hold_up_no_other_topic(engine: Async
     assert broker.ids() == ["event-1000"]
 
 
-async def test_many_messages_that_cannot_go_hold_up_no_other_key_of_their_topic(engine: AsyncEngine) -> None:
+async def test_many_failing_messages_do_not_block_other_keys_of_their_topic(engine: AsyncEngine) -> None:
     broker = Broker()
     broker.broken = {f"event-{number}" for number in range(1200)}
-    await leave(engine, *(message(number, f"key-{number}".encode()) for number in range(1200)))
-    await leave(engine, message(2000, b"other"), message(2001, b"key-0"))
+    await add_to_outbox(engine, *(message(number, f"key-{number}".encode()) for number in range(1200)))
+    await add_to_outbox(engine, message(2000, b"other"), message(2001, b"key-0"))
 
     async with relays(engine, broker) as [outbox]:
         await eventually(lambda: broker.published)
@@ -164,7 +166,7 @@ async def test_many_messages_that_cannot_go_hold_up_no_other_key_of_their_topic(
 
 
 class Answering(Broker):
-    """Whoever hears the first message writes `then`."""
+    """Calls `then` before it accepts the first message."""
 
     def __init__(self, then: Callable[[], Awaitable[None]]) -> None:
         super().__init__()
@@ -179,31 +181,35 @@ class Answering(Broker):
 
 
 @pytest.mark.parametrize("engine", ["postgresql", "mysql"], indirect=True)  # SQLite has one writer at a time
-async def test_a_message_that_is_committed_late_is_not_overtaken_by_what_its_commit_led_to(engine: AsyncEngine) -> None:
+async def test_a_late_commit_is_published_before_messages_that_follow_from_it(engine: AsyncEngine) -> None:
     async with engine.connect() as late:
         await put(late, [message(1)])
-        await leave(engine, message(2, b"other"))
+        await add_to_outbox(engine, message(2, b"other"))
 
-        async def commit_and_go_on() -> None:
+        async def commit_and_add() -> None:
             await late.commit()
-            await leave(engine, message(3))
+            await add_to_outbox(engine, message(3))
 
-        broker = Answering(commit_and_go_on)
+        broker = Answering(commit_and_add)
         async with relays(engine, broker):
             await eventually(lambda: len(broker.published) == 3)
 
     assert broker.ids() == ["event-2", "event-1", "event-3"]
 
 
-DAMAGED = {"headers_no_json": {"headers": b"\x00"}, "headers_no_pairs": {"headers": b"[7]"}, "id": {"event_id": "\\x"}}
+DAMAGED = {
+    "headers_not_json": {"headers": b"\x00"},
+    "headers_not_pairs": {"headers": b"[7]"},
+    "id": {"event_id": "\\x"},
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
-async def test_a_damaged_row_is_named_and_holds_up_its_own_key_only(
+async def test_a_damaged_row_is_logged_and_blocks_only_its_own_key(
     engine: AsyncEngine, damage: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     broker = Broker()
-    await leave(engine, message(1), message(2), message(3, b"other"))
+    await add_to_outbox(engine, message(1), message(2), message(3, b"other"))
     async with engine.begin() as connection:
         damaged = (await connection.execute(select(outbox_table.c.id).order_by(outbox_table.c.id))).scalars().first()
         await connection.execute(update(outbox_table).where(outbox_table.c.id == damaged).values(damage))
@@ -222,9 +228,11 @@ async def test_a_damaged_row_is_named_and_holds_up_its_own_key_only(
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("column", ["message_key", "value", "headers"])
-async def test_a_row_of_sqlite_with_a_text_for_bytes_stops_nothing(engine: AsyncEngine, column: str) -> None:
+async def test_a_sqlite_row_with_text_instead_of_bytes_does_not_stop_the_relay(
+    engine: AsyncEngine, column: str
+) -> None:
     broker = Broker()
-    await leave(engine, message(1), message(2, b"other"))
+    await add_to_outbox(engine, message(1), message(2, b"other"))
     async with engine.begin() as connection:
         await connection.execute(text(f"UPDATE idempotency_outbox SET {column} = 'k' WHERE event_id = 'event-1'"))
 
@@ -232,9 +240,9 @@ async def test_a_row_of_sqlite_with_a_text_for_bytes_stops_nothing(engine: Async
         await eventually(lambda: "event-2" in broker.ids())
 
 
-async def test_the_next_relay_goes_on_where_a_dead_one_stopped_with_the_same_ids(engine: AsyncEngine) -> None:
+async def test_the_next_relay_repeats_unconfirmed_messages_with_the_same_ids(engine: AsyncEngine) -> None:
     broker, outbox = Broker(), SqlOutbox(engine)
-    await leave(engine, *(message(number) for number in range(3)))
+    await add_to_outbox(engine, *(message(number) for number in range(3)))
     claim = await outbox.claim(timedelta(seconds=0.5))
     assert claim is not None
     for waiting in (await outbox.read(claim))[:2]:
@@ -246,14 +254,14 @@ async def test_the_next_relay_goes_on_where_a_dead_one_stopped_with_the_same_ids
     assert broker.ids() == ["event-0", "event-1", "event-0", "event-1", "event-2"]
 
 
-async def test_a_bucket_is_one_relays_until_its_claim_ends(engine: AsyncEngine) -> None:
+async def test_a_bucket_belongs_to_one_relay_until_its_claim_ends(engine: AsyncEngine) -> None:
     outbox = SqlOutbox(engine)
-    await leave(engine, message(1))
+    await add_to_outbox(engine, message(1))
     first = await outbox.claim(MINUTE)
     assert first is not None
 
     assert await outbox.claim(MINUTE) is None
-    await leave(engine, message(2))
+    await add_to_outbox(engine, message(2))
     assert await outbox.claim(MINUTE) is None
     assert await outbox.done(first, [], timedelta(0))
     second = await outbox.claim(MINUTE)
@@ -264,8 +272,8 @@ async def test_a_bucket_is_one_relays_until_its_claim_ends(engine: AsyncEngine) 
 
 
 @pytest.mark.parametrize("engine", ["postgresql", "mysql"], indirect=True)  # SQLite has one writer at a time
-async def test_a_relay_takes_what_is_free_while_another_is_about_to_take_the_rest(engine: AsyncEngine) -> None:
-    await leave(engine, *(message(number, f"key-{number}".encode()) for number in range(100)))
+async def test_a_relay_claims_free_buckets_while_another_locks_the_rest(engine: AsyncEngine) -> None:
+    await add_to_outbox(engine, *(message(number, f"key-{number}".encode()) for number in range(100)))
     first = select(buckets).where(buckets.c.bucket == 3).with_for_update()
     async with engine.connect() as another:
         await another.execute(first)
@@ -281,24 +289,24 @@ async def test_a_relay_takes_what_is_free_while_another_is_about_to_take_the_res
     assert rest.buckets == (3,)
 
 
-async def test_a_broker_that_is_away_is_waited_for(engine: AsyncEngine) -> None:
+async def test_the_relay_waits_for_an_unavailable_broker(engine: AsyncEngine) -> None:
     broker = Broker()
-    broker.away = True
+    broker.is_down = True
     async with relays(engine, broker) as [outbox]:
-        await leave(engine, message(1))
+        await add_to_outbox(engine, message(1))
         outbox.notice()
         await asyncio.sleep(0.3)
         assert await outbox.count() == 1
-        broker.away = False
+        broker.is_down = False
         await eventually(lambda: broker.published)
 
     assert await outbox.count() == 0
 
 
-async def test_a_stopped_relay_publishes_what_was_there(engine: AsyncEngine) -> None:
+async def test_a_stopped_relay_publishes_pending_messages(engine: AsyncEngine) -> None:
     broker, outbox = Broker(), SqlOutbox(engine)
     relay = Relay(outbox, broker, claim_seconds=60)
-    await leave(engine, message(1))
+    await add_to_outbox(engine, message(1))
 
     relay.stop()
     await relay.run()
@@ -306,12 +314,12 @@ async def test_a_stopped_relay_publishes_what_was_there(engine: AsyncEngine) -> 
     assert broker.ids() == ["event-1"]
 
 
-async def test_a_message_may_be_large_and_its_names_of_any_script(engine: AsyncEngine) -> None:
+async def test_messages_can_be_large_and_have_names_in_any_script(engine: AsyncEngine) -> None:
     broker = Broker()
     large = Message(
         "orders", b"k" * 70_000, b"\x00\xff" * 100_000, [("h", b"v" * 70_000)], "ид-\ud800", "заказ_размещён"
     )
-    await leave(engine, large)
+    await add_to_outbox(engine, large)
 
     async with relays(engine, broker):
         await eventually(lambda: broker.published)
@@ -320,11 +328,11 @@ async def test_a_message_may_be_large_and_its_names_of_any_script(engine: AsyncE
 
 
 @pytest.mark.parametrize("engine", ["postgresql", "mysql"], indirect=True)  # SQLite has one writer at a time
-async def test_a_transaction_that_is_open_for_long_holds_up_nobody_elses_messages(engine: AsyncEngine) -> None:
+async def test_a_long_transaction_does_not_block_messages_of_others(engine: AsyncEngine) -> None:
     broker, outbox = Broker(), SqlOutbox(engine)
     async with engine.connect() as connection:
         await put(connection, [message(1)])
-        await leave(engine, *(message(number) for number in range(2, 32)))
+        await add_to_outbox(engine, *(message(number) for number in range(2, 32)))
 
         async with relays(engine, broker):
             await eventually(lambda: len(broker.published) == 30)

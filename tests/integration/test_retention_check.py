@@ -1,4 +1,4 @@
-"""A worker compares its settings with those of its topics at start: on a real Kafka, and on silent brokers."""
+"""A worker compares its settings with those of its topics at start, on real Kafka and on brokers that fail."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.support.conditions import eventually
 from tests.support.kafka import Kafka
 from tests.support.shop import platform
 
-AWAY = "127.0.0.1:1"
+UNAVAILABLE = "127.0.0.1:1"
 
 
-async def topics_that_outlive(kafka: Kafka, prefix: str) -> Reading:
-    """A topic and its dead letters that are kept for longer than the default ttl."""
+async def topics_with_long_retention(kafka: Kafka, prefix: str) -> Reading:
+    """Create a topic and its dead-letter topic with longer retention than the default TTL."""
     name = f"{prefix}order_placed"
     await kafka.create_topics({name: 1, f"{name}.dlq": 1}, {"retention.ms": "7200000"})
     return Reading((name,), 3600)
@@ -44,15 +44,15 @@ def settings_of(kafka: Kafka, prefix: str, check: str) -> Settings:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    ours = [record for record in caplog.records if record.name.startswith("integr8s_idem")]
-    return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
+    records = [record for record in caplog.records if record.name.startswith("integr8s_idem")]
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 
 
-def outliving(caplog: pytest.LogCaptureFixture) -> list[str]:
+def retention_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in warnings_of(caplog) if "it keeps events for 2 hours" in line]
 
 
-async def test_a_broker_tells_what_its_topics_are_set_to(kafka: Kafka, topic_prefix: str) -> None:
+async def test_topic_settings_are_read_from_the_broker(kafka: Kafka, topic_prefix: str) -> None:
     name = f"{topic_prefix}orders"
     await kafka.create_topics({name: 1}, {"cleanup.policy": "compact,delete", "max.message.bytes": "2000"})
 
@@ -67,10 +67,10 @@ async def test_a_broker_tells_what_its_topics_are_set_to(kafka: Kafka, topic_pre
 
 
 @pytest.mark.scenario(98)
-async def test_one_line_warns_of_each_finding(
+async def test_each_finding_is_logged_in_one_line(
     kafka: Kafka, topic_prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reading = await topics_that_outlive(kafka, topic_prefix)
+    reading = await topics_with_long_retention(kafka, topic_prefix)
 
     await check_retention("billing", KafkaSettings(bootstrap_servers=kafka.bootstrap), reading)
 
@@ -79,26 +79,28 @@ async def test_one_line_warns_of_each_finding(
 
 
 @pytest.mark.scenario(98)
-async def test_a_service_may_refuse_to_start(kafka: Kafka, topic_prefix: str) -> None:
-    reading = await topics_that_outlive(kafka, topic_prefix)
+async def test_a_service_can_refuse_to_start(kafka: Kafka, topic_prefix: str) -> None:
+    reading = await topics_with_long_retention(kafka, topic_prefix)
     settings = KafkaSettings(bootstrap_servers=kafka.bootstrap, retention_check="refuse")
 
     with pytest.raises(SettingsError) as caught:
         await check_retention("billing", settings, reading)
 
-    told = " ".join(str(caught.value).split())
-    assert 'service billing is not started (kafka.retention_check = "refuse")' in told
-    assert "set idempotency.default_ttl_seconds above 7200, or retention.ms of the topic below 3600000" in told
+    message = " ".join(str(caught.value).split())
+    assert 'service billing is not started (kafka.retention_check = "refuse")' in message
+    assert "set idempotency.default_ttl_seconds above 7200, or retention.ms of the topic below 3600000" in message
 
 
-async def test_off_asks_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    await check_retention("billing", KafkaSettings(bootstrap_servers=AWAY, retention_check="off"), Reading(("a",), 1))
+async def test_off_disables_the_check(caplog: pytest.LogCaptureFixture) -> None:
+    await check_retention(
+        "billing", KafkaSettings(bootstrap_servers=UNAVAILABLE, retention_check="off"), Reading(("a",), 1)
+    )
 
     assert warnings_of(caplog) == []
 
 
-async def test_brokers_that_are_away_stop_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    settings = KafkaSettings(bootstrap_servers=AWAY, retention_check="refuse")
+async def test_unavailable_brokers_do_not_prevent_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    settings = KafkaSettings(bootstrap_servers=UNAVAILABLE, retention_check="refuse")
 
     await check_retention("billing", settings, Reading(("a",), 1))
 
@@ -106,8 +108,8 @@ async def test_brokers_that_are_away_stop_nothing(caplog: pytest.LogCaptureFixtu
     assert "cannot compare the settings of its topics with the ttl and limits: no answer from 127.0.0.1:1" in line
 
 
-async def test_brokers_that_accept_and_say_nothing_stop_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    # A connection to it stands, and nobody ever reads from it.
+async def test_brokers_that_never_respond_do_not_prevent_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    # It accepts connections, but never reads from them.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         settings = KafkaSettings(bootstrap_servers=address, request_timeout_seconds=0.3)
@@ -118,7 +120,7 @@ async def test_brokers_that_accept_and_say_nothing_stop_nothing(caplog: pytest.L
     assert "cannot compare the settings of its topics" in warnings_of(caplog)[0]
 
 
-async def test_brokers_that_know_no_such_question_stop_nothing() -> None:
+async def test_brokers_without_describe_configs_are_reported() -> None:
     async with embedded() as servers:
         kafka = KafkaSettings(bootstrap_servers=servers.settings()["kafka"]["bootstrap_servers"])
 
@@ -136,10 +138,10 @@ async def test_brokers_without_metadata_support_are_not_reported_as_unavailable(
     assert not report.checked
 
 
-async def test_a_group_that_refuses_ends_with_status_1(
+async def test_a_group_that_refuses_to_start_exits_with_status_1(
     kafka: Kafka, topic_prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await topics_that_outlive(kafka, topic_prefix)
+    await topics_with_long_retention(kafka, topic_prefix)
 
     status = await ServiceGroup(platform.choose(), settings_of(kafka, topic_prefix, "refuse")).run()
 
@@ -149,17 +151,17 @@ async def test_a_group_that_refuses_ends_with_status_1(
 
 
 @pytest.mark.parametrize("check", ["warn", "off"])
-async def test_a_group_that_warns_works_on(
+async def test_a_group_that_warns_keeps_running(
     kafka: Kafka, topic_prefix: str, check: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await topics_that_outlive(kafka, topic_prefix)
+    await topics_with_long_retention(kafka, topic_prefix)
     group = ServiceGroup(platform.choose(), settings_of(kafka, topic_prefix, check))
     running = asyncio.get_running_loop().create_task(group.run())
 
     await eventually(lambda: group.reports()[0].state == "running")
     if check == "warn":
-        await eventually(lambda: outliving(caplog))
+        await eventually(lambda: retention_warnings(caplog))
     group.stop()
 
     assert await running == 0
-    assert len(outliving(caplog)) == (check == "warn")
+    assert len(retention_warnings(caplog)) == (check == "warn")

@@ -1,4 +1,4 @@
-"""What an event costs at the store: the commands that came over the wire, as the store saw them."""
+"""Round trips to the store for each event, counted from the commands that the server receives."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import RunningWorker, running
 
 TOPIC = Partition("order_placed", 0)
-OF_A_CONNECTION: Final = frozenset({"HELLO", "CLIENT", "SELECT"})
-"""Sent by the driver once for each new connection, whatever the number of events."""
-LAST: Final = "nothing more is listened to"
+CONNECTION_SETUP: Final = frozenset({"HELLO", "CLIENT", "SELECT"})
+"""Sent by the driver once for each new connection, for any number of events."""
+LAST: Final = "end of recording"
 
 
 class OrderPlaced(BaseEvent):
@@ -37,7 +37,7 @@ async def manager(redis_client: Redis) -> AsyncIterator[IdempotencyManager]:
 
 
 async def warm_manager(repository: RedisIdempotencyRepository) -> IdempotencyManager:
-    """A manager whose scripts the server knows."""
+    """Return a manager whose scripts are loaded in the server."""
     manager = IdempotencyManager(repository=repository, scope="billing")
     await manager.run("warm-up", _work)
     return manager
@@ -48,23 +48,23 @@ async def _work() -> str:
 
 
 @asynccontextmanager
-async def overheard(client: Redis) -> AsyncIterator[list[str]]:
-    """Names of the commands that clients send during the block.  The list is complete once the block is left.
+async def recorded(client: Redis) -> AsyncIterator[list[str]]:
+    """Record the names of the commands that clients send during the block; the list is complete after it.
 
-    Redis marks what a script calls as coming from `lua`; that costs no round trip and is left out.
+    Calls from scripts, which Redis marks with `lua`, need no round trip and are excluded.
     """
     commands: list[str] = []
     async with client.monitor() as monitor:
         yield commands
         await client.echo(LAST)
-        while LAST not in (heard := await monitor.next_command())["command"]:
-            if heard["client_type"] != "lua":
-                commands.append(heard["command"].partition(" ")[0].upper())
-    commands[:] = [command for command in commands if command not in OF_A_CONNECTION]
+        while LAST not in (received := await monitor.next_command())["command"]:
+            if received["client_type"] != "lua":
+                commands.append(received["command"].partition(" ")[0].upper())
+    commands[:] = [command for command in commands if command not in CONNECTION_SETUP]
 
 
 async def test_a_fresh_event_costs_two_round_trips(manager: IdempotencyManager, redis_client: Redis) -> None:
-    async with overheard(redis_client) as commands:
+    async with recorded(redis_client) as commands:
         await manager.run("order:1", _work)
 
     assert commands == ["EVALSHA", "EVALSHA"]
@@ -73,7 +73,7 @@ async def test_a_fresh_event_costs_two_round_trips(manager: IdempotencyManager, 
 async def test_a_duplicate_costs_one_round_trip(manager: IdempotencyManager, redis_client: Redis) -> None:
     await manager.run("order:1", _work)
 
-    async with overheard(redis_client) as commands:
+    async with recorded(redis_client) as commands:
         assert await manager.run("order:1", _work) == "done"
 
     assert commands == ["EVALSHA"]
@@ -82,21 +82,21 @@ async def test_a_duplicate_costs_one_round_trip(manager: IdempotencyManager, red
 async def test_a_hundred_events_at_once_share_their_round_trips(
     manager: IdempotencyManager, redis_client: Redis
 ) -> None:
-    async with overheard(redis_client) as first:
+    async with recorded(redis_client) as first:
         await asyncio.gather(*(manager.run(f"order:{number}", _work) for number in range(100)))
-    async with overheard(redis_client) as second:
+    async with recorded(redis_client) as second:
         await asyncio.gather(*(manager.run(f"order:{number}", _work) for number in range(100, 200)))
 
-    # After a call that was alone the first of many leaves alone, too; from then on they go in two halves: eight in all.
-    # Where others take the processor in between, answers come in smaller parts, and some more follow.
-    # One by one it would be two hundred.
+    # The first call is sent alone, and later ones in two batches: eight in total on a quiet machine.
+    # On a busy machine, answers arrive in smaller parts, which causes a few more batches.
+    # Without batching it would be two hundred.
     assert set(first) == set(second) == {"EVALSHA"}
     assert len(first) <= 20
     assert len(second) <= 20
 
 
 class TalkativeRepository(RedisIdempotencyRepository):
-    """Looks and notes before it asks, in round trips of their own."""
+    """Reads and writes before it reserves, in additional round trips."""
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         if await self.client.get("seen") is None:
@@ -104,23 +104,23 @@ class TalkativeRepository(RedisIdempotencyRepository):
         return await super().reserve(requests)
 
 
-async def test_a_get_and_a_set_beside_the_scripts_are_counted(redis_client: Redis) -> None:
+async def test_a_get_and_a_set_in_addition_to_the_scripts_are_counted(redis_client: Redis) -> None:
     manager = await warm_manager(TalkativeRepository(redis_client, timeout=timedelta(seconds=5)))
     await redis_client.delete("seen")
 
-    async with overheard(redis_client) as commands:
+    async with recorded(redis_client) as commands:
         await manager.run("order:1", _work)
 
     await manager.close()
     assert commands == ["GET", "SET", "EVALSHA", "EVALSHA"]
 
 
-# The same through a worker.
+# Through a worker.
 
 
 @asynccontextmanager
 async def worker_of(manager: IdempotencyManager, **service: Any) -> AsyncIterator[RunningWorker]:
-    """A worker that is past its start, at which it asks how the store is."""
+    """Run a worker that has finished its start, during which it pings the store."""
     router, broker = EventRouter(), FakeBroker()
 
     @router.on(OrderPlaced, name="handle")
@@ -134,20 +134,20 @@ async def worker_of(manager: IdempotencyManager, **service: Any) -> AsyncIterato
 
 
 async def trips_for(events: Sequence[OrderPlaced], worker: RunningWorker, client: Redis) -> list[str]:
-    """What the worker sends to the store from the arrival of `events` to the commit of the last."""
-    async with overheard(client) as commands:
+    """Return the commands that the worker sends to handle and commit `events`."""
+    async with recorded(client) as commands:
         worker.broker.publish(*events)
         await settled(worker)
     return commands
 
 
 async def settled(worker: RunningWorker) -> None:
-    """Every message is committed."""
+    """Return once every message is committed."""
     broker = worker.broker
     await worker.until(lambda: broker.committed.get(TOPIC) == len(broker.logs[TOPIC]), seconds=30)
 
 
-async def test_in_the_order_of_its_partition_an_event_costs_two_round_trips_and_its_duplicate_one(
+async def test_with_partition_ordering_an_event_costs_two_round_trips_and_its_duplicate_one(
     manager: IdempotencyManager, redis_client: Redis
 ) -> None:
     events = [OrderPlaced() for _ in range(10)]
@@ -171,7 +171,7 @@ async def test_events_of_many_aggregates_share_the_round_trips_of_their_worker(
         again = await trips_for(events, worker, redis_client)
 
     assert {*fresh, *again} == {"EVALSHA"}
-    # One by one it would be a hundred, and fifty.  On a quiet machine it is ten, and five.
+    # Without batching it would be a hundred, and fifty.  On a quiet machine it is ten, and five.
     assert len(fresh) <= 20
     assert len(again) <= 10
     assert worker.worker.report().tally.duplicates == 50

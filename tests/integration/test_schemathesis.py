@@ -1,4 +1,4 @@
-"""Requests made by Schemathesis from the OpenAPI document of the example: it keeps to it, and does each thing once."""
+"""Schemathesis generates requests from the example's OpenAPI document: responses conform, effects happen once."""
 
 from __future__ import annotations
 
@@ -62,47 +62,45 @@ def schema(app: Shop) -> Any:
 
 @pytest.fixture(scope="module")
 def orders(app: Shop) -> Orders:
-    """What the application has done."""
+    """Return the orders placed in the application."""
     placed: Orders = asgi._get_portal().call(app.state.dishka_container.get, Orders)
     return placed
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_requests_that_keep_to_the_document_are_taken_and_answered_by_it(schema: Any, method: str, path: str) -> None:
+def test_valid_requests_are_accepted_with_conforming_responses(schema: Any, method: str, path: str) -> None:
     keys = itertools.count()
 
     @BOUNDED
     @given(case=schema[path][method].as_strategy(GenerationMode.POSITIVE))
-    def ask(case: Case[Any]) -> None:
+    def send(case: Case[Any]) -> None:
         case.headers["Idempotency-Key"] = f'"{path}-taken-{next(keys)}"'
         case.call_and_validate(checks=[*CHECKS, positive_data_acceptance], headers=ANN)
 
-    ask()
+    send()
 
 
 @pytest.mark.parametrize(("method", "path"), GUARDED)
-def test_requests_that_do_not_are_refused_and_change_nothing(
-    schema: Any, orders: Orders, method: str, path: str
-) -> None:
+def test_invalid_requests_are_rejected_and_change_nothing(schema: Any, orders: Orders, method: str, path: str) -> None:
     @BOUNDED
     @given(case=schema[path][method].as_strategy(GenerationMode.NEGATIVE))
-    def ask(case: Case[Any]) -> None:
+    def send(case: Case[Any]) -> None:
         before = len(orders.placed)
         response = case.call_and_validate(checks=CHECKS, headers=ANN)
         assert len(orders.placed) - before == (response.status_code == 201)
 
-    ask()
+    send()
 
 
 @pytest.mark.parametrize(("method", "path"), GUARDED)
-def test_a_request_that_is_sent_twice_is_done_once_and_answered_the_same(
+def test_a_repeated_request_is_handled_once_and_gets_the_same_response(
     schema: Any, orders: Orders, method: str, path: str
 ) -> None:
     keys = itertools.count()
 
     @BOUNDED
     @given(case=schema[path][method].as_strategy(GenerationMode.POSITIVE))
-    def ask_twice(case: Case[Any]) -> None:
+    def send_twice(case: Case[Any]) -> None:
         case.headers["Idempotency-Key"] = f'"{path}-twice-{next(keys)}"'
         before = len(orders.placed)
         first = case.call(headers=ANN)
@@ -113,24 +111,24 @@ def test_a_request_that_is_sent_twice_is_done_once_and_answered_the_same(
         assert len(orders.placed) == done
         assert (again.status_code, again.content) == (first.status_code, first.content)
         assert "idempotency-replayed" not in first.headers
-        # An order that does not exist is not an outcome: it may exist at the next try.
+        # A missing order is not stored as an outcome: it may exist on the next attempt.
         assert again.headers.get("idempotency-replayed") == (None if first.status_code == 404 else ["true"])
 
-    ask_twice()
+    send_twice()
 
 
-def test_a_key_is_good_for_one_request_whatever_the_others_are(schema: Any, orders: Orders) -> None:
-    told: dict[str, int] = {}
+def test_a_key_accepts_one_request_and_rejects_different_ones(schema: Any, orders: Orders) -> None:
+    statuses: dict[str, int] = {}
 
     @BOUNDED
     @given(case=schema["/orders"]["POST"].as_strategy(GenerationMode.POSITIVE))
-    def ask_with_the_same_key(case: Case[Any]) -> None:
+    def send_with_the_same_key(case: Case[Any]) -> None:
         case.headers["Idempotency-Key"] = '"one for all"'
-        told.setdefault(repr(case.body), case.call(headers=ANN).status_code)
+        statuses.setdefault(repr(case.body), case.call(headers=ANN).status_code)
 
     before = len(orders.placed)
-    ask_with_the_same_key()
+    send_with_the_same_key()
 
     assert len(orders.placed) == before + 1
-    assert list(told.values()) == [201] + [422] * (len(told) - 1)
-    assert len(told) > 10
+    assert list(statuses.values()) == [201] + [422] * (len(statuses) - 1)
+    assert len(statuses) > 10

@@ -1,4 +1,4 @@
-"""Steps on every kind of store: a step is a record like any, and nothing else is asked of a store."""
+"""Steps on every kind of store: a step is an ordinary record and needs no other support."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.support.homes import Home, at_hand, open_home, open_records
 MEMORY = "memory"
 KINDS = (MEMORY, *at_hand("redis", "redis-cluster", "sqlite", "postgresql", "mysql", "dynamodb"))
 LEASE = 3.0
-"""Seconds: what a death takes to be noticed, and more than a disk's worst moment."""
-UNHURRIED = 60.0
-"""Seconds: where nobody dies, no lease need run out."""
+"""Lease in seconds before a takeover; longer than a slow disk takes."""
+LONG_LEASE = 60.0
+"""Lease in seconds for tests without a crash."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -53,7 +53,7 @@ class Receipt:
 
 
 class Process:
-    """One of several that share a store.  Once dead, nothing of it reaches the store any more."""
+    """One of several processes that share a store.  After its death, none of its calls reaches the store."""
 
     def __init__(self, store: IdempotencyRepository, lease: float, prefix: str) -> None:
         self.store = FlakyStore(store)
@@ -62,12 +62,12 @@ class Process:
         self.manager = IdempotencyManager(config, self.store, self.observer, scope="billing")
 
     async def die(self) -> None:
-        """Go no further, and tell nobody."""
+        """Block all calls to the store and stop forever."""
         self.store.held = {verb: asyncio.Event() for verb in ("reserve", "renew", "complete", "fail", "release", "get")}
         await asyncio.Event().wait()
 
     async def end(self, work: asyncio.Task[Any]) -> None:
-        """Leave no call of the store behind, nor a connection that one had."""
+        """Finish the blocked calls and release their connections."""
         for held in self.store.held.values():
             held.set()
         self.store.held = {}
@@ -78,7 +78,7 @@ class Process:
 
 @dataclass
 class Fulfilment:
-    """One order in four steps, two of them side by side, and what they have done."""
+    """One order in four steps, two of them concurrent, with the counts of their effects."""
 
     order: str
     dies_in: str = ""
@@ -86,8 +86,8 @@ class Fulfilment:
     died: asyncio.Event = field(default_factory=asyncio.Event)
     charged: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def by(self, process: Process) -> list[Receipt]:
-        """By a process that may die in the midst of a step, behind its effect."""
+    async def run(self, process: Process) -> list[Receipt]:
+        """Run the steps in a process that may die within a step, after its effect."""
 
         async def unit() -> list[Receipt]:
             steps = process.manager.steps()
@@ -97,7 +97,7 @@ class Fulfilment:
 
             async def do(name: str) -> Receipt:
                 if name == "book" and self.dies_in:
-                    await self.charged.wait()  # or it would be interrupted as well
+                    await self.charged.wait()  # otherwise `charge` would be interrupted as well
                 self.effects[name] += 1
                 if name == self.dies_in:
                     self.dies_in = ""
@@ -119,30 +119,30 @@ class Fulfilment:
 
 @pytest.fixture
 def processes(store: IdempotencyRepository, topic_prefix: str) -> Callable[[float], Process]:
-    """Makes processes of one service, by the seconds of a lease."""
+    """Return a function that creates a process of the service with a lease in seconds."""
     return lambda lease: Process(store, lease, topic_prefix.rstrip("."))
 
 
 DONE = [Receipt("reserve", 1), Receipt("charge", 1), Receipt("book", 1), Receipt("ship", 1)]
 
 
-async def _after_a_death_in(step: str, processes: Callable[[float], Process]) -> tuple[Counter[str], object]:
-    """What the steps of an order have done in the end, and what came of it."""
+async def _run_after_a_crash_in(step: str, processes: Callable[[float], Process]) -> tuple[Counter[str], object]:
+    """Return the effects and the result of an order after a process died in `step`."""
     fulfilment, first = Fulfilment(f"order:{step}", dies_in=step), processes(LEASE)
-    dead = asyncio.create_task(fulfilment.by(first))
+    dead = asyncio.create_task(fulfilment.run(first))
     await fulfilment.died.wait()
-    [end] = await asyncio.gather(fulfilment.by(processes(LEASE)), return_exceptions=True)
+    [end] = await asyncio.gather(fulfilment.run(processes(LEASE)), return_exceptions=True)
     effects = fulfilment.effects.copy()
     await first.end(dead)
     return effects, end
 
 
-async def test_after_a_death_in_any_step_the_next_run_goes_on_where_it_stopped(
+async def test_after_a_crash_in_any_step_the_next_run_continues_there(
     processes: Callable[[float], Process],
 ) -> None:
-    stories = await asyncio.gather(*(_after_a_death_in(receipt.step, processes) for receipt in DONE))
+    results = await asyncio.gather(*(_run_after_a_crash_in(receipt.step, processes) for receipt in DONE))
 
-    (reserve, charge, book, ship) = stories
+    (reserve, charge, book, ship) = results
     assert reserve == ({"reserve": 2, "charge": 1, "book": 1, "ship": 1}, [Receipt("reserve", 2), *DONE[1:]])
     assert book == ({"reserve": 1, "charge": 1, "book": 2, "ship": 1}, [*DONE[:2], Receipt("book", 2), DONE[3]])
     for effects, end in (charge, ship):
@@ -152,10 +152,10 @@ async def test_after_a_death_in_any_step_the_next_run_goes_on_where_it_stopped(
     assert ship[0] == {"reserve": 1, "charge": 1, "book": 1, "ship": 1}
 
 
-async def test_more_steps_than_are_looked_at_at_once_are_remembered_and_a_lost_one_is_reported(
+async def test_more_steps_than_fit_into_one_read_are_stored_and_an_orphan_is_reported(
     processes: Callable[[float], Process],
 ) -> None:
-    process, seen = processes(UNHURRIED), Counter[int]()
+    process, seen = processes(LONG_LEASE), Counter[int]()
 
     async def step(number: int) -> int:
         seen[number] += 1

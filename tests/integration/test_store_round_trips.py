@@ -1,4 +1,4 @@
-"""What each verb of each store costs on the wire, counted, and held against the table that people choose by."""
+"""Round trips of each operation of each store, compared with the table in the documentation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def taken(store: IdempotencyRepository, requests: Sequence[ReserveRequest]
 
 
 async def costs(store: IdempotencyRepository, count: Count) -> dict[str, int]:
-    """What each column of the table counts."""
+    """Return the count for each column of the table."""
     found: dict[str, int] = {}
 
     async def counted(column: str, call: Awaitable[Any]) -> Any:
@@ -87,7 +87,7 @@ def _done(reservation: Reserved, ttl: timedelta = TTL) -> Completion:
 
 
 def rows() -> dict[str, dict[str, int]]:
-    """The page's table, by kind and column, without what it leaves empty."""
+    """Return the table on the page, by kind and column, without empty cells."""
     text = PAGE.read_text(encoding="utf-8")
     table = text[text.index("| round trips of |") :].partition("\n\n")[0].splitlines()
     (_, *columns), _, *lines = [_cells(line) for line in table]
@@ -96,7 +96,7 @@ def rows() -> dict[str, dict[str, int]]:
     }
 
 
-def written(kind: str) -> dict[str, int]:
+def documented(kind: str) -> dict[str, int]:
     return rows()[kind]
 
 
@@ -105,7 +105,7 @@ def _cells(line: str) -> list[str]:
 
 
 async def settled_costs(store: IdempotencyRepository, count: Count) -> dict[str, int]:
-    """Those of a store that has been in use: connected, its statements prepared, its scripts known to each server."""
+    """Return the counts of a warm store: connected, with prepared statements and loaded scripts."""
     held = await taken(store, [wish(new_key()) for _ in range(MOST)])
     await store.get([one.key for one in held])
     await store.renew(held, LEASE)
@@ -114,7 +114,7 @@ async def settled_costs(store: IdempotencyRepository, count: Count) -> dict[str,
     return await costs(store, count)
 
 
-# The stores, each as settings open it, behind what counts.
+# The stores, opened from settings, with a counter in between.
 
 On = Callable[[Path], AbstractAsyncContextManager[tuple[IdempotencyRepository, Count]]]
 
@@ -151,12 +151,12 @@ async def on_redis_with_a_replica(folder: Path) -> AsyncIterator[tuple[Idempoten
 async def on_sentinel(folder: Path) -> AsyncIterator[tuple[IdempotencyRepository, Count]]:
     with RedisServer() as server:
         async with TurnCounter(server.address, strangers=b"sentinel-") as counter:
-            # It watches what counts, and so names that as the primary.
+            # Sentinel monitors the counter, and therefore returns it as the primary.
             sentinel = SentinelServer(counter.port, quorum=1)
             await asyncio.to_thread(sentinel.start)
             try:
-                told = {"sentinels": [f"127.0.0.1:{sentinel.port}"], "master_name": NAME, "timeout_seconds": 10}
-                settings = RedisSentinelStoreSettings.model_validate({"kind": "redis-sentinel", **told})
+                address = {"sentinels": [f"127.0.0.1:{sentinel.port}"], "master_name": NAME, "timeout_seconds": 10}
+                settings = RedisSentinelStoreSettings.model_validate({"kind": "redis-sentinel", **address})
                 async with opened(settings, lambda: counter.turns) as pair:
                     yield pair
             finally:
@@ -172,7 +172,7 @@ async def on_cluster(folder: Path) -> AsyncIterator[tuple[IdempotencyRepository,
             }
             client = redis_cluster_client(cluster.settings(timeout_seconds=10))
             stack.push_async_callback(client.aclose)
-            # The servers tell their own addresses: the way to each leads through its counter.
+            # The servers announce their own addresses, which are mapped to their counters.
             direct = client._topology._make
             client._topology._make = lambda address: direct((address[0], counters[address[1]].port))
             store = RedisClusterIdempotencyRepository(client, timeout=timedelta(seconds=10))
@@ -214,20 +214,20 @@ async def on_sqlite(folder: Path) -> AsyncIterator[tuple[IdempotencyRepository, 
         assert isinstance(store, SqlIdempotencyRepository)
         statements: list[str] = []
 
-        def told(statement: str) -> None:
-            # One for many rows is told once a row, with its values behind the verb and the table.
-            begun, *last = statements[-2:] if len(statements) > 1 else ("", "")
-            if not (begun.startswith("BEGIN") and statement.split()[:2] == last[0].split()[:2]):
+        def record(statement: str) -> None:
+            # A statement for many rows is traced once per row, with its values after the verb and the table.
+            first, *last = statements[-2:] if len(statements) > 1 else ("", "")
+            if not (first.startswith("BEGIN") and statement.split()[:2] == last[0].split()[:2]):
                 statements.append(statement)
 
         def trace(connection: Any, *_: Any) -> None:
-            connection.run_async(lambda driver: driver.set_trace_callback(told))
+            connection.run_async(lambda driver: driver.set_trace_callback(record))
 
         event.listen(store.engine.sync_engine, "checkout", trace)
         yield store, lambda: len(statements)
 
 
-OF_DATABASES: Final = [
+STORES: Final = [
     pytest.param("redis", on_redis),
     pytest.param("redis, wait_replicas = 1", on_redis_with_a_replica),
     pytest.param("redis-sentinel", on_sentinel),
@@ -240,20 +240,20 @@ OF_DATABASES: Final = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "on"), OF_DATABASES)
+@pytest.mark.parametrize(("kind", "on"), STORES)
 async def test_the_page_documents_the_round_trips_of_each_operation(kind: str, on: On, tmp_path: Path) -> None:
     async with on(tmp_path) as (store, count):
-        assert await settled_costs(store, count) == written(kind)
+        assert await settled_costs(store, count) == documented(kind)
 
 
 async def test_the_page_documents_the_requests_of_each_operation_in_dynamodb(dynamodb: DynamoServer, table: Table) -> None:
     async with TurnCounter(dynamodb.port) as counter:
         settings = table.settings.model_copy(update={"endpoint_url": f"http://127.0.0.1:{counter.port}"})
         async with opened(settings, lambda: counter.turns) as (store, count):
-            assert await settled_costs(store, count) == written("dynamodb")
+            assert await settled_costs(store, count) == documented("dynamodb")
 
 
 def test_the_page_has_a_row_for_each_kind_of_store() -> None:
-    kinds = {kind.values[0] for kind in OF_DATABASES} | {"dynamodb"}
+    kinds = {kind.values[0] for kind in STORES} | {"dynamodb"}
 
     assert set(rows()) == kinds

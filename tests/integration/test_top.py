@@ -1,4 +1,4 @@
-"""`integr8s-idem top` on workers that run: real endpoints, real processes, a real terminal."""
+"""`integr8s-idem top` with real endpoints, real processes, and a real terminal."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from tests.support.accepting import Acceptor
 from tests.support.http_server import serving
 from tests.support.processes import ServiceProcess
 
-Say = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+Respond = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
 
 
 @dataclass
 class Process:
-    """What a worker process serves, without a worker."""
+    """The endpoints of a worker process, without a worker."""
 
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
@@ -58,9 +58,9 @@ class Process:
 
 
 @asynccontextmanager
-async def saying(say: Say) -> AsyncIterator[int]:
-    """The port of a server that does to each connection what `say` does."""
-    async with Acceptor(say) as server:
+async def responding(respond: Respond) -> AsyncIterator[int]:
+    """Yield the port of a server that handles each connection with `respond`."""
+    async with Acceptor(respond) as server:
         yield server.port
 
 
@@ -79,7 +79,7 @@ def figures_of(worker: WorkerSnapshot) -> Figures:
     return row.figures
 
 
-async def test_a_look_finds_what_was_counted_and_how_fast() -> None:
+async def test_polls_return_counts_and_rates() -> None:
     process = Process()
     async with process.served() as endpoints:
         fleet = watched(endpoints.port)
@@ -100,7 +100,7 @@ async def test_a_look_finds_what_was_counted_and_how_fast() -> None:
     assert (figures.rate(Signal.HANDLED) or 0) > 1
 
 
-async def test_why_a_service_is_not_ready_is_told() -> None:
+async def test_the_reason_why_a_service_is_not_ready_is_shown() -> None:
     process = Process()
     process.health = Health((ServiceHealth("billing", live=True, ready=False, reason="has no partitions yet"),))
     process.observer.measure(Gauge.STORE_UP, 0)
@@ -111,7 +111,7 @@ async def test_why_a_service_is_not_ready_is_told() -> None:
     assert (row.state, row.reason) == ("store down", "has no partitions yet")
 
 
-async def test_a_worker_that_goes_is_down_and_comes_back_by_itself() -> None:
+async def test_a_stopped_worker_is_down_until_it_answers_again() -> None:
     process = Process()
     async with process.served() as endpoints:
         port = endpoints.port
@@ -130,7 +130,7 @@ async def test_a_worker_that_goes_is_down_and_comes_back_by_itself() -> None:
 
 @pytest.fixture
 async def machines(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """The addresses of `workers.shop`, with their families; nobody can tell them while there are none."""
+    """Map the addresses of `workers.shop` to their families; the name does not resolve while there are none."""
     known: dict[str, int] = {}
     loop = asyncio.get_running_loop()
     real = loop.getaddrinfo
@@ -187,7 +187,7 @@ async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     writer.close()
 
 
-async def drop_by_drop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
     try:
         while True:
@@ -198,21 +198,21 @@ async def drop_by_drop(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
         writer.close()
 
 
-def answer_of(text: bytes) -> Say:
-    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def answer_of(text: bytes) -> Respond:
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(text)
         await writer.drain()
         writer.close()
 
-    return say
+    return respond
 
 
 @pytest.mark.parametrize(
-    ("say", "why"),
+    ("respond", "reason"),
     [
         (silent, "no answer within 2 s"),
-        (drop_by_drop, "no answer within 2 s"),
+        (slowly, "no answer within 2 s"),
         (answer_of(b"+PONG\r\n"), "does not speak HTTP"),
         (answer_of(b""), "does not speak HTTP"),
         (answer_of(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n#"), "does not speak HTTP"),
@@ -221,39 +221,39 @@ def answer_of(text: bytes) -> Say:
         (answer_of(b"HTTP/1.0 200 OK\r\n\r\n<html>"), "has no metrics of integr8s-idem"),
         (answer_of(b"HTTP/1.0 200 OK\r\n\r\nidempotency_in_flight{\n"), "cannot parse the metrics"),
     ],
-    ids=["silent", "drop by drop", "redis", "empty", "cut off", "error", "redirect", "a site", "garbage"],
+    ids=["silent", "slow", "redis", "empty", "cut off", "error", "redirect", "another site", "garbage"],
 )
-async def test_an_endpoint_that_is_not_a_worker_is_down_with_a_reason(say: Say, why: str) -> None:
+async def test_an_endpoint_that_is_not_a_worker_is_down_with_a_reason(respond: Respond, reason: str) -> None:
     process = Process()
-    async with saying(say) as port, process.served() as endpoints:
-        strange, good = (await watched(port, endpoints.port, timeout=2.0).poll()).workers
+    async with responding(respond) as port, process.served() as endpoints:
+        other, good = (await watched(port, endpoints.port, timeout=2.0).poll()).workers
 
-    assert why in strange.reason
+    assert reason in other.reason
     assert good.is_up
 
 
 async def test_pages_are_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("integr8s_idem.operations.metrics_scraper.MAX_BYTES", 1_000)
 
-    async with saying(answer_of(b"HTTP/1.0 200 OK\r\n\r\n" + b"#" * 2_000)) as port:
+    async with responding(answer_of(b"HTTP/1.0 200 OK\r\n\r\n" + b"#" * 2_000)) as port:
         assert "more than 1,000 bytes" in (await only(watched(port))).reason
 
 
 async def test_workers_are_polled_concurrently() -> None:
-    async with saying(silent) as port:
+    async with responding(silent) as port:
         fleet = Fleet([address_of(f"http://127.0.0.1:{port}/{number}") for number in range(30)], timeout=0.3)
         started_at = time.monotonic()
-        look = await fleet.poll()
+        snapshot = await fleet.poll()
 
-    assert len(look.workers) == 30
+    assert len(snapshot.workers) == 30
     assert time.monotonic() - started_at < 30 * 0.3 / 2
 
 
 async def test_a_worker_behind_a_proxy_is_polled_below_its_path() -> None:
-    asked: list[tuple[str, str]] = []
+    requests: list[tuple[str, str]] = []
 
     async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
-        asked.append((scope["path"], dict(scope["headers"])[b"host"].decode()))
+        requests.append((scope["path"], dict(scope["headers"])[b"host"].decode()))
         found = scope["path"] == "/workers/1/metrics"
         await send({"type": "http.response.start", "status": 200 if found else 404, "headers": []})
         await send({"type": "http.response.body", "body": b'idempotency_in_flight{service="a"} 4\n'})
@@ -261,7 +261,7 @@ async def test_a_worker_behind_a_proxy_is_polled_below_its_path() -> None:
     async with serving(application, lifespan="off") as port:
         (row,) = (await only(Fleet([address_of(f"http://127.0.0.1:{port}/workers/1/metrics")]))).rows
 
-    assert asked == [("/workers/1/metrics", f"127.0.0.1:{port}"), ("/workers/1/readyz", f"127.0.0.1:{port}")]
+    assert requests == [("/workers/1/metrics", f"127.0.0.1:{port}"), ("/workers/1/readyz", f"127.0.0.1:{port}")]
     assert (row.service, row.state, row.figures and row.figures.in_flight) == ("a", "running", 4)
 
 
@@ -335,7 +335,7 @@ def test_json_output_is_one_object_with_every_number(worker: Worker) -> None:
     assert ended.stdout.count("\n") == 1
 
 
-def asked(*arguments: str) -> Result:
+def invoke_top(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["top", "--once", "--interval", "0.1", *arguments])
 
 
@@ -346,7 +346,7 @@ def test_the_default_address_is_that_of_the_settings(
     monkeypatch.setenv("COLUMNS", "120")
     Path("settings.toml").write_text(f"[telemetry]\nmetrics_port = {worker.address.partition(':')[2]}\n")
 
-    ended = asked()
+    ended = invoke_top()
 
     assert ended.exit_code == 0, ended.output
     assert re.search(rf"billing +{re.escape(worker.address)} +ready", ended.stdout)
@@ -357,8 +357,8 @@ def test_the_address_is_read_from_the_settings_of_a_platform(worker: Worker, tmp
     file = tmp_path / "settings.toml"
     file.write_text(f"[telemetry]\nmetrics_port = {worker.address.partition(':')[2]}\n[platform]\n")
 
-    assert asked("--settings", str(file)).exit_code == 0
-    assert asked("--settings", str(file), "--app", "providers:platform").exit_code == 0
+    assert invoke_top("--settings", str(file)).exit_code == 0
+    assert invoke_top("--settings", str(file), "--app", "providers:platform").exit_code == 0
 
 
 def test_the_metrics_of_an_embedded_worker_are_found_in_its_folder(
@@ -371,7 +371,7 @@ def test_the_metrics_of_an_embedded_worker_are_found_in_its_folder(
         file.add({"telemetry": {"metrics_port": port}})
 
         monkeypatch.setenv("COLUMNS", "120")
-        ended = asked("--embedded")
+        ended = invoke_top("--embedded")
 
     assert ended.exit_code == 0, ended.output
     assert worker.address in ended.stdout
@@ -381,11 +381,11 @@ def test_a_named_worker_needs_no_settings(worker: Worker, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     Path("settings.toml").write_text("what = is this")
 
-    assert asked(worker.address).exit_code == 0
+    assert invoke_top(worker.address).exit_code == 0
 
 
 def test_the_exit_status_is_1_if_no_worker_answers() -> None:
-    ended = asked("127.0.0.1:1")
+    ended = invoke_top("127.0.0.1:1")
 
     assert ended.exit_code == 1
     assert "127.0.0.1:1 down: connection refused" in ended.stdout
@@ -417,7 +417,7 @@ class Screen:
     """A program on a terminal with 100 columns."""
 
     def __init__(self, *command: str) -> None:
-        self.said = ""
+        self.output = ""
         self._master, slave = pty.openpty()
         termios.tcsetwinsize(slave, (30, 100))
         self._before = termios.tcgetattr(slave)
@@ -434,11 +434,11 @@ class Screen:
             start_new_session=True,
         )
 
-    def wait_for(self, fact: Callable[[str], object]) -> None:
-        """Read until the output satisfies `fact`."""
+    def wait_for(self, condition: Callable[[str], object]) -> None:
+        """Read until the output satisfies `condition`."""
         deadline = time.monotonic() + 60
-        while not fact(self.said):
-            assert time.monotonic() < deadline, self.said
+        while not condition(self.output):
+            assert time.monotonic() < deadline, self.output
             self._read(0.1)
 
     def end(self) -> int:
@@ -451,7 +451,7 @@ class Screen:
     @property
     def is_as_before(self) -> bool:
         """Whether the terminal's mode is restored and its cursor is visible."""
-        return termios.tcgetattr(self._slave) == self._before and self.said.rfind("\x1b[?25h") > self.said.rfind(
+        return termios.tcgetattr(self._slave) == self._before and self.output.rfind("\x1b[?25h") > self.output.rfind(
             "\x1b[?25l"
         )
 
@@ -465,12 +465,12 @@ class Screen:
     def _read(self, seconds: float) -> bool:
         ready, _, _ = select.select([self._master], [], [], seconds)
         if ready:
-            self.said += os.read(self._master, 65_536).decode(errors="replace")
+            self.output += os.read(self._master, 65_536).decode(errors="replace")
         return bool(ready)
 
 
 async def _keep_failing(process: Process) -> None:
-    """Errors that go on: a single one may fall between two refreshes of the screen."""
+    """Count errors continuously: a single one may fall between two refreshes of the screen."""
     while True:
         process.observer.count(Signal.HANDLER_FAILED, "order_placed")
         await asyncio.sleep(0.05)
@@ -482,10 +482,12 @@ async def test_the_live_table_is_updated_until_ctrl_c_and_stays_on_the_screen(nu
     async with process.served() as endpoints:
         screen = Screen("top", "--interval", "0.2", f"127.0.0.1:{endpoints.port}", "127.0.0.1:1")
         try:
-            await asyncio.to_thread(screen.wait_for, lambda said: "ready" in said and "connection refused" in said)
+            await asyncio.to_thread(
+                screen.wait_for, lambda output: "ready" in output and "connection refused" in output
+            )
             process.observer.count(Signal.HANDLED, "order_placed", 54_321)
             failing = asyncio.create_task(_keep_failing(process))
-            await asyncio.to_thread(screen.wait_for, lambda said: "54,321" in said and "▲ " in said)
+            await asyncio.to_thread(screen.wait_for, lambda output: "54,321" in output and "▲ " in output)
             failing.cancel()
             os.kill(screen.process.pid, number)
             status = await asyncio.to_thread(screen.end)
@@ -493,12 +495,12 @@ async def test_the_live_table_is_updated_until_ctrl_c_and_stays_on_the_screen(nu
         finally:
             screen.close()
 
-    last = screen.said[screen.said.rfind("handled/s") :]
+    last = screen.output[screen.output.rfind("handled/s") :]
     assert status == 0
     assert is_as_before
-    assert "\x1b[?25l" in screen.said
-    assert "\x1b[?1049h" not in screen.said
+    assert "\x1b[?25l" in screen.output
+    assert "\x1b[?1049h" not in screen.output
     assert "54,321" in last
     assert "connection refused" in last
     assert "\x1b[2K" not in last  # the last table is not erased
-    assert "Traceback" not in screen.said
+    assert "Traceback" not in screen.output

@@ -1,4 +1,4 @@
-"""What the guard adds to a transaction of the application's, counted on the wire of a real PostgreSQL."""
+"""Round trips that `in_transaction` adds to a transaction of the application, counted on real PostgreSQL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def counter(shared_postgres: PostgresServer) -> AsyncIterator[TurnCounter]
 
 @pytest.fixture
 async def engine(shared_postgres: PostgresServer, counter: TurnCounter) -> AsyncIterator[AsyncEngine]:
-    """One connection of the application's, by way of the counter."""
+    """Return an engine with one connection through the counter."""
     engine = sql_engine(f"postgresql://postgres@127.0.0.1:{counter.port}/postgres", pool_size=1)
     async with engine.begin() as connection:
         await connection.run_sync(metadata.drop_all)
@@ -49,7 +49,7 @@ async def refund(session: AsyncSession, manager: IdempotencyManager, key: str) -
 
 
 async def turns_of(counter: TurnCounter, engine: AsyncEngine, manager: IdempotencyManager, *, late: bool) -> int:
-    """Of a transaction with one run; `late`: behind a statement of the application's own."""
+    """Count the round trips of a transaction with one run; `late` adds a statement before the run."""
     before = counter.turns
     async with AsyncSession(engine) as session, session.begin(), manager.in_transaction(session):
         if late:
@@ -59,16 +59,16 @@ async def turns_of(counter: TurnCounter, engine: AsyncEngine, manager: Idempoten
 
 
 @pytest.mark.parametrize(("late", "turns"), [(False, 5), (True, 8)])
-async def test_a_run_adds_two_round_trips_and_two_for_a_savepoint_where_something_was_said_before(
+async def test_a_run_adds_two_round_trips_and_two_for_a_savepoint_after_other_statements(
     late: bool, turns: int, counter: TurnCounter, engine: AsyncEngine, manager: IdempotencyManager
 ) -> None:
-    await turns_of(counter, engine, manager, late=late)  # statements are prepared
+    await turns_of(counter, engine, manager, late=late)  # prepares the statements
 
-    # BEGIN, the work's own statement and COMMIT are three of them; what was said before is one more.
+    # BEGIN, the statement of the work and COMMIT are three of them; the statement before is one more.
     assert await turns_of(counter, engine, manager, late=late) == turns
 
 
-async def test_tables_that_have_changed_cost_one_call_and_not_each_one(engine: AsyncEngine) -> None:
+async def test_at_most_one_call_fails_after_a_change_of_the_tables(engine: AsyncEngine) -> None:
     store = SqlIdempotencyRepository(engine)
     manager = IdempotencyManager(repository=store, scope="refunds")
 

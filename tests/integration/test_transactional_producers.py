@@ -1,4 +1,4 @@
-"""Lag behind Kafka transactions: their markers and aborted messages are nothing that a worker has left to do."""
+"""Consumer lag with Kafka transactions: markers and aborted messages do not count as pending work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.workers import OrderPlaced, Shop, WorkerInTest, open_shop
 pytestmark = pytest.mark.kafka
 
 WITHIN = 30.0
-"""Seconds."""
+"""Timeout in seconds."""
 
 
 class TransactionalProducer:
@@ -38,7 +38,7 @@ class TransactionalProducer:
         await asyncio.to_thread(self._producer.init_transactions, 30)
 
     async def begin(self, topic: str, numbers: range, partition: int = 0) -> None:
-        """Open a transaction and have the broker take these orders."""
+        """Open a transaction and send these orders to the broker."""
         self._producer.begin_transaction()
         for number in numbers:
             order = OrderPlaced(order_id=str(number))
@@ -66,7 +66,7 @@ async def producer(kafka: Kafka, topic_prefix: str) -> TransactionalProducer:
 
 
 class Lag:
-    """What a worker's metric and Kafka itself say."""
+    """The lag reported by a worker's metric and by Kafka."""
 
     def __init__(self, shop: Shop, running: WorkerInTest) -> None:
         self._shop = shop
@@ -78,7 +78,7 @@ class Lag:
         return self._observer.gauges.get(Gauge.CONSUMER_LAG)
 
     async def by_kafka(self, partition: int = 0) -> tuple[int | None, int]:
-        """The group's committed offset (`None`: it has none), and where the partition ends, markers included."""
+        """Return the group's committed offset or `None`, and the end of the partition including markers."""
         return await asyncio.to_thread(self._by_kafka, partition)
 
     def _by_kafka(self, partition: int) -> tuple[int | None, int]:
@@ -100,16 +100,16 @@ class Lag:
     async def is_zero(self, end: int, partition: int = 0, within: float = WITHIN) -> None:
         """Return once metric and broker agree that nothing is left before `end`."""
         give_up_at = time.monotonic() + within
-        while (told := await self.by_kafka(partition)) != (end, end):  # the broker notifies nobody
+        while (offsets := await self.by_kafka(partition)) != (end, end):  # the broker sends no notification
             if time.monotonic() > give_up_at:
                 break
             await asyncio.sleep(0.1)
-        assert told == (end, end), self._running.worker.report()
+        assert offsets == (end, end), self._running.worker.report()
         await eventually(lambda: self.metric == 0, within=10, state=lambda: self.metric)
         assert self._running.worker.report().lag == 0
 
 
-async def test_lag_is_zero_behind_the_marker_of_a_committed_transaction(
+async def test_lag_is_zero_after_the_marker_of_a_committed_transaction(
     shop: Shop, producer: TransactionalProducer
 ) -> None:
     worker = await shop.worker(charging(shop))
@@ -122,7 +122,7 @@ async def test_lag_is_zero_behind_the_marker_of_a_committed_transaction(
     assert sorted(shop.charged) == [str(number) for number in range(10)]
 
 
-async def test_lag_is_zero_behind_ten_handled_and_ten_aborted_messages(
+async def test_lag_is_zero_after_ten_handled_and_ten_aborted_messages(
     shop: Shop, producer: TransactionalProducer
 ) -> None:
     worker = await shop.worker(charging(shop))
@@ -137,7 +137,7 @@ async def test_lag_is_zero_behind_ten_handled_and_ten_aborted_messages(
     assert sorted(shop.charged) == [str(number) for number in range(10)]
 
 
-async def test_lag_is_zero_in_a_partition_of_aborted_messages_alone(
+async def test_lag_is_zero_in_a_partition_with_only_aborted_messages(
     shop: Shop, producer: TransactionalProducer
 ) -> None:
     await producer.begin(shop.topic, range(5), partition=1)
@@ -149,7 +149,7 @@ async def test_lag_is_zero_in_a_partition_of_aborted_messages_alone(
     assert not shop.charged
 
 
-async def test_a_new_worker_commits_the_marker_that_the_last_one_left(
+async def test_a_new_worker_commits_a_marker_left_by_the_previous_one(
     shop: Shop, producer: TransactionalProducer
 ) -> None:
     await producer.begin(shop.topic, range(3))
@@ -166,7 +166,7 @@ async def test_a_new_worker_commits_the_marker_that_the_last_one_left(
     assert not shop.charged
 
 
-async def test_the_offset_waits_for_a_running_handler_whatever_was_aborted_after_it(
+async def test_the_offset_does_not_pass_a_running_handler_when_later_messages_are_aborted(
     shop: Shop, producer: TransactionalProducer
 ) -> None:
     may_end, router = asyncio.Event(), EventRouter()
@@ -211,7 +211,7 @@ async def test_the_offset_does_not_pass_an_open_transaction(shop: Shop, producer
     assert shop.charged == ["before", "0", "1", "2", "after"]
 
 
-async def test_no_event_is_lost_in_restarts_between_committed_and_aborted_transactions(
+async def test_no_event_is_lost_when_workers_restart_between_transactions(
     shop: Shop, producer: TransactionalProducer
 ) -> None:
     numbers: Iterator[int] = iter(range(0, 1_000, 5))

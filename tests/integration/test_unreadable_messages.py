@@ -1,4 +1,4 @@
-"""A message that the Kafka client cannot read: what is handled before it, what is logged, and how to get past it."""
+"""A message that the Kafka client cannot read pauses its partition until the group is moved past it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def shop(kafka: Kafka, topic_prefix: str, redis_url: str) -> AsyncIterator
 
 
 async def send_batch(shop: Shop, *names: str, unreadable: Sequence[str] = ()) -> None:
-    """Send orders to the first partition in one batch, those of `unreadable` with a header name that is not UTF-8."""
+    """Send orders to the first partition in one batch; those in `unreadable` get a header name that is not UTF-8."""
     producer: Any = AIOKafkaProducer(bootstrap_servers=shop.kafka.bootstrap)
     async with producer:
         batch = producer.create_batch()
@@ -37,14 +37,14 @@ async def send_batch(shop: Shop, *names: str, unreadable: Sequence[str] = ()) ->
             headers = [(NAME.decode(), b"")] if name in unreadable else []
             body = encode_event(OrderPlaced(order_id=name))
             batch.append(timestamp=None, key=None, value=body, headers=headers)
-        sealed = bytearray(batch._build()).replace(NAME, NOT_UTF8)
-        sealed[17:21] = struct.pack(">I", calc_crc32c(sealed[21:]))
-        batch._buffer = sealed
+        encoded = bytearray(batch._build()).replace(NAME, NOT_UTF8)
+        encoded[17:21] = struct.pack(">I", calc_crc32c(encoded[21:]))
+        batch._buffer = encoded
         await (await producer.send_batch(batch, shop.topic, partition=0))
 
 
 async def move_group(shop: Shop, offset: int) -> None:
-    """What `kafka-consumer-groups.sh --reset-offsets --to-offset` does to a group without members."""
+    """Move a group without members, like `kafka-consumer-groups.sh --reset-offsets --to-offset`."""
     at = TopicPartition(shop.topic, 0)
     consumer: Any = AIOKafkaConsumer(
         bootstrap_servers=shop.kafka.bootstrap,
@@ -64,7 +64,7 @@ async def until_damaged(worker: WorkerInTest) -> None:
 async def test_a_header_name_that_is_not_utf8_pauses_its_partition_until_the_group_is_moved_past_its_batch(
     shop: Shop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await send_batch(shop, "before", "first", "bad", "behind", unreadable=["bad"])
+    await send_batch(shop, "before", "first", "bad", "after", unreadable=["bad"])
     await send_batch(shop, "next")
     caplog.set_level(logging.ERROR)
 
@@ -73,7 +73,7 @@ async def test_a_header_name_that_is_not_utf8_pauses_its_partition_until_the_gro
     await until_damaged(worker)
     await eventually(lambda: len(shop.charged) == 2, state=worker.worker.report)
     assert f"{shop.topic}[0] cannot be read from offset 2 on" in caplog.text
-    # Other partitions are handled meanwhile.
+    # Other partitions are still handled.
     await shop.deliver(OrderPlaced(order_id="elsewhere"), partition=1)
     await eventually(lambda: "elsewhere" in shop.charged)
     await worker.stop()
@@ -93,7 +93,7 @@ async def test_a_header_name_that_is_not_utf8_pauses_its_partition_until_the_gro
     assert await shop.committed() == 5
 
 
-async def test_what_precedes_an_unreadable_message_in_other_batches_is_handled(shop: Shop) -> None:
+async def test_batches_before_an_unreadable_message_are_handled(shop: Shop) -> None:
     for number in range(50):
         await send_batch(shop, str(number))
     await send_batch(shop, "bad", unreadable=["bad"])

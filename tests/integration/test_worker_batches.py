@@ -1,4 +1,4 @@
-"""Batch handlers in the worker, on a real Kafka and a real Redis: each event once, whatever becomes of its batch."""
+"""Batch handlers in the worker on real Kafka and real Redis: each event is handled once, even if its batch fails."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ async def shop(kafka: Kafka, topic_prefix: str, redis_url: str) -> AsyncIterator
 
 @dataclass
 class Index:
-    """A batch handler, and what it was given."""
+    """A batch handler that records its batches."""
 
     size: int = 10
     wait: float = 0.2
     failures: dict[str, list[Exception]] = field(default_factory=dict)
-    """By order: what its next runs end with."""
+    """Errors of the next runs, by order ID."""
     batches: list[list[str]] = field(default_factory=list)
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -62,11 +62,11 @@ class Index:
 
     @property
     def times(self) -> Counter[str]:
-        """How often each order was given."""
+        """Return how often the handler received each order."""
         return Counter(itertools.chain(*self.batches))
 
 
-async def test_copies_of_an_event_reach_the_handler_once(shop: Shop) -> None:
+async def test_the_handler_gets_duplicates_of_an_event_once(shop: Shop) -> None:
     index, events = Index(), orders(60)
     for event in (*events, *events[::2]):
         await shop.deliver(event, partition=int(event.order_id) // 2 % 2)
@@ -80,9 +80,9 @@ async def test_copies_of_an_event_reach_the_handler_once(shop: Shop) -> None:
     assert (worker.tally.handled, worker.tally.duplicates) == (60, 50)
 
 
-async def test_only_those_that_failed_come_again_and_those_that_fail_for_good_are_dead_lettered(shop: Shop) -> None:
+async def test_failed_events_are_retried_and_permanent_failures_dead_lettered(shop: Shop) -> None:
     index, events = Index(), orders(10)
-    index.failures = {"3": [OSError("away"), OSError("away")], "7": [PermanentError("no such product")]}
+    index.failures = {"3": [OSError("down"), OSError("down")], "7": [PermanentError("no such product")]}
     worker = await shop.worker(index.router, service=WIDE)
     await shop.publisher.publish(*events)
 
@@ -91,14 +91,14 @@ async def test_only_those_that_failed_come_again_and_those_that_fail_for_good_ar
     assert index.times == {**dict.fromkeys(map(str, range(10)), 1), "3": 3}
     assert index.batches[-2:] == [["3"], ["3"]]
     assert (worker.tally.handled, worker.tally.retries, worker.tally.dead_letters) == (9, 2, 1)
-    [letter] = await shop.messages(f"{shop.topic}.dlq", 1)
-    assert (header(letter, "error-class"), header(letter, "attempts")) == ("PermanentError", "1")
-    assert b'"order_id":"7"' in letter.value.replace(b" ", b"")
+    [dead_letter] = await shop.messages(f"{shop.topic}.dlq", 1)
+    assert (header(dead_letter, "error-class"), header(dead_letter, "attempts")) == ("PermanentError", "1")
+    assert b'"order_id":"7"' in dead_letter.value.replace(b" ", b"")
 
 
-async def test_a_batch_that_fails_comes_again_one_by_one(shop: Shop) -> None:
+async def test_events_of_a_failed_batch_are_retried_one_by_one(shop: Shop) -> None:
     index = Index(size=4, wait=5)
-    errors: list[Exception] = [OSError("the index is away")]
+    errors: list[Exception] = [OSError("the index is down")]
     take = index.take
 
     async def failing(events: Sequence[OrderPlaced]) -> None:
@@ -116,8 +116,8 @@ async def test_a_batch_that_fails_comes_again_one_by_one(shop: Shop) -> None:
     assert index.times == dict.fromkeys("0123", 2)
 
 
-@pytest.mark.parametrize("drain", [30.0, 0.5], ids=["within the grace", "behind it"])
-async def test_a_batch_during_which_its_partitions_are_taken_away_ends_once(shop: Shop, drain: float) -> None:
+@pytest.mark.parametrize("drain", [30.0, 0.5], ids=["within the drain timeout", "after the drain timeout"])
+async def test_a_batch_is_handled_once_if_its_partitions_are_revoked_meanwhile(shop: Shop, drain: float) -> None:
     index = Index(size=4, wait=5)
     index.may_end.clear()
     service = WIDE.model_copy(update={"drain_timeout_seconds": drain})
@@ -128,7 +128,7 @@ async def test_a_batch_during_which_its_partitions_are_taken_away_ends_once(shop
     await eventually(lambda: index.batches)
     joining = asyncio.create_task(shop.worker(index.router, service=service, kafka=settings))
 
-    if drain < 1:  # it has lost them, and the other one waits for the outcome of what it was given
+    if drain < 1:  # the first worker has lost its partitions, and the second waits for the outcome of the batch
         await eventually(lambda: first.tally.stale == 0 and joining.done() and joining.result().tally.waits)
     else:
         await eventually(lambda: all(held.closed for held in first.worker._partitions.assignments.values()))
@@ -149,7 +149,7 @@ async def eventually_committed(shop: Shop, offset: int) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_events_of_one_key_are_in_no_batch_together_and_keep_their_order(shop: Shop) -> None:
+async def test_events_with_one_key_are_in_separate_batches_and_keep_their_order(shop: Shop) -> None:
     index = Index(size=3)
     keys = "abcdef"
     events = [
@@ -166,7 +166,7 @@ async def test_events_of_one_key_are_in_no_batch_together_and_keep_their_order(s
     assert max(map(len, index.batches)) == 3
 
 
-async def test_with_the_order_of_partitions_a_batch_has_one_event_of_each(shop: Shop) -> None:
+async def test_with_partition_ordering_a_batch_has_one_event_per_partition(shop: Shop) -> None:
     index = Index(size=10, wait=0.05)
     for number in range(10):
         for partition in (0, 1):
@@ -181,7 +181,7 @@ async def test_with_the_order_of_partitions_a_batch_has_one_event_of_each(shop: 
         assert names == [f"{place}-{number}" for number in range(10)]
 
 
-async def test_without_an_order_two_thousand_events_fill_their_batches(shop: Shop) -> None:
+async def test_without_ordering_two_thousand_events_fill_their_batches(shop: Shop) -> None:
     index = Index(size=100, wait=0.02)
     await shop.publisher.publish(*orders(2_000))
     worker = await shop.worker(index.router, service=WIDE)
@@ -194,7 +194,7 @@ async def test_without_an_order_two_thousand_events_fill_their_batches(shop: Sho
 
 @dataclass
 class Search:
-    """The service of `tests.support.batch_shop`, in processes of its own."""
+    """The service of `tests.support.batch_shop`, in separate processes."""
 
     folder: Path
     publisher: EventPublisher
@@ -214,14 +214,14 @@ class Search:
         return [line for line in batch_shop.journal_of(self.folder / "journal") if line.what == what]
 
     def runs(self, what: str) -> dict[str, list[int]]:
-        """By order: the attempts of which a line tells."""
+        """Return the recorded attempts by order ID."""
         found: defaultdict[str, list[int]] = defaultdict(list)
         for line in self.lines(what):
             found[line.order].append(line.attempt)
         return dict(found)
 
     async def completed(self, count: int) -> None:
-        """Return once so many events are."""
+        """Return once `count` events are completed."""
         store = self.shop.manager().repository
         async with asyncio.timeout(60):
             while True:
@@ -256,7 +256,7 @@ metrics_port = 0
 
 
 @pytest.mark.scenario(116)
-async def test_after_a_death_in_a_batch_what_was_completed_is_not_given_again_and_the_rest_comes_one_by_one(
+async def test_after_a_crash_in_a_batch_only_uncompleted_events_are_handled_again_one_by_one(
     search: Search,
 ) -> None:
     before = [batch_shop.OrderPlaced(order_id=f"before-{number}") for number in range(SIZE)]

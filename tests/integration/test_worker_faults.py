@@ -1,4 +1,4 @@
-"""Crashes, rebalances and outages on a real Kafka and a real Redis: nothing lost, nothing done twice."""
+"""Crashes, rebalances and outages on real Kafka and real Redis: no event is lost or handled twice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def slow_charging(shop: Shop, seconds: float) -> EventRouter:
 
 
 @pytest.mark.scenario(63)
-async def test_a_rebalance_with_work_in_flight_loses_and_repeats_nothing(shop: Shop) -> None:
+async def test_a_rebalance_with_work_in_flight_loses_and_repeats_no_event(shop: Shop) -> None:
     router = slow_charging(shop, 0.05)
     events = orders(200)
     await shop.publisher.publish(*events)
@@ -64,13 +64,13 @@ async def test_a_handler_that_outlives_its_partition_completes_by_token_and_the_
         await may_end.wait()
         shop.charged.append(event.order_id)
 
-    hasty = QUICK.model_copy(update={"drain_timeout_seconds": 0.2})
-    first = await shop.worker(router, service=hasty)
+    impatient = QUICK.model_copy(update={"drain_timeout_seconds": 0.2})
+    first = await shop.worker(router, service=impatient)
     for partition in range(4):
         await shop.deliver(OrderPlaced(order_id=str(partition)), partition=partition)
     await eventually(lambda: first.worker.report().in_flight == 4)
 
-    second = await shop.worker(router, service=hasty)
+    second = await shop.worker(router, service=impatient)
     await eventually(lambda: first.worker.report().partitions == 2 and second.worker.report().partitions == 2)
     may_end.set()
     await eventually(lambda: first.tally.duplicates + second.tally.duplicates == 4)
@@ -83,7 +83,7 @@ async def test_a_handler_that_outlives_its_partition_completes_by_token_and_the_
 @pytest.mark.scenario(64)
 async def test_a_handler_longer_than_the_poll_interval_keeps_its_partition(shop: Shop) -> None:
     settings = kafka_settings(shop.kafka, shop.settings.topic_prefix, max_poll_interval_seconds=2)
-    worker = await shop.worker(slow_charging(shop, 9), kafka=settings)  # half as long again as the session
+    worker = await shop.worker(slow_charging(shop, 9), kafka=settings)  # 1.5 times the session timeout
 
     await shop.deliver(orders(1)[0])
     await worker.idle(settled=1)
@@ -108,9 +108,7 @@ async def test_a_handler_longer_than_its_lease_keeps_it_by_renewal(shop: Shop) -
 
 
 @pytest.mark.scenario(41)
-async def test_redis_stopped_and_started_while_messages_flow_pauses_and_goes_on(
-    kafka: Kafka, topic_prefix: str
-) -> None:
+async def test_a_worker_pauses_during_a_redis_outage_and_continues(kafka: Kafka, topic_prefix: str) -> None:
     with RedisServer(config={"appendonly": "yes", "appendfsync": "always"}) as redis:
         async with open_shop(kafka, topic_prefix, redis.url, partitions=4) as shop:
             worker = await shop.worker(slow_charging(shop, 0.01), max_attempts=2)
@@ -132,9 +130,7 @@ async def test_redis_stopped_and_started_while_messages_flow_pauses_and_goes_on(
 
 
 @pytest.mark.scenario(40)
-async def test_a_worker_started_while_the_store_is_down_takes_nothing_until_it_is_there(
-    kafka: Kafka, topic_prefix: str
-) -> None:
+async def test_a_worker_started_during_a_store_outage_waits_for_the_store(kafka: Kafka, topic_prefix: str) -> None:
     with RedisServer() as redis:
         async with open_shop(kafka, topic_prefix, redis.url) as shop:
             await shop.publisher.publish(*orders(3))
@@ -153,7 +149,7 @@ async def test_a_worker_started_while_the_store_is_down_takes_nothing_until_it_i
 
 
 @pytest.mark.scenario(60)
-async def test_a_broker_restart_costs_nothing_but_time(
+async def test_no_event_is_lost_or_repeated_in_a_broker_restart(
     own_kafka: KafkaBroker, topic_prefix: str, redis_url: str
 ) -> None:
     async with open_shop(own_kafka, topic_prefix, redis_url) as shop:
@@ -170,7 +166,7 @@ async def test_a_broker_restart_costs_nothing_but_time(
         await worker.stop()
 
 
-async def test_a_drained_worker_ends_what_runs_and_leaves_the_rest_to_the_next(shop: Shop) -> None:
+async def test_a_drained_worker_finishes_running_handlers_and_leaves_the_rest_to_the_next(shop: Shop) -> None:
     events = orders(40)
     await shop.publisher.publish(*events)
     first = await shop.worker(slow_charging(shop, 0.2))
@@ -201,7 +197,7 @@ async def test_a_full_worker_stops_fetching_and_stays_in_its_group(shop: Shop) -
     worker = await shop.worker(router, service=narrow, kafka=settings)
     await eventually(lambda: worker.worker.report().in_flight >= 10)
 
-    await asyncio.sleep(3)  # longer than the poll interval: a worker that stops polling would be out by now
+    await asyncio.sleep(3)  # longer than the poll interval: a worker that stopped polling would have left the group
     assert worker.worker.report().in_flight <= 20
     gate.set()
     await worker.idle(settled=100)

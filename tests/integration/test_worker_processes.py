@@ -1,4 +1,4 @@
-"""Workers as processes: killed, stalled, asked to end, scraped."""
+"""Workers as processes: killed, stalled, terminated, scraped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOW_MACHINE = 2.0
 
 @dataclass
 class Setting:
-    """Where the processes of one test run."""
+    """The folder, settings and publisher of one test."""
 
     folder: Path
     publisher: EventPublisher
@@ -52,7 +52,7 @@ class Setting:
         )
 
     def times(self, what: str) -> dict[str, int]:
-        """How often each order began or ended."""
+        """Return how often each order began or ended."""
         counted: dict[str, int] = {}
         for noted, order, _, _ in self.journal:
             if noted == what:
@@ -112,13 +112,13 @@ async def test_a_worker_killed_in_its_handler_is_taken_over_within_a_lease(setti
 
     assert setting.times("end") == {str(number): 1 for number in range(6)}
     assert {attempt for what, _, attempt, _ in setting.journal if what == "end"} == {2}
-    # Kafka's session, then what is left of the lease, the handler, and a busy machine.
+    # Kafka's session timeout, the rest of the lease, the handler, and a margin for a busy machine.
     assert took < 6 + LEASE + 2 + 15
 
 
 @pytest.mark.scenario(3)
-async def test_a_duplicate_that_waits_elsewhere_takes_over_within_a_lease_and_a_second(setting: Setting) -> None:
-    """No rebalance is needed: the other worker has the same event already, and waits for the first one's lease."""
+async def test_a_waiting_duplicate_takes_over_within_a_lease_and_a_second(setting: Setting) -> None:
+    """No rebalance is needed: the other worker already has the event and waits for the lease to end."""
     with setting.worker("first") as first, setting.worker("second") as second:
         for worker in (first, second):
             worker.wait_for_line("assigned partitions: 1")
@@ -139,7 +139,7 @@ async def test_a_duplicate_that_waits_elsewhere_takes_over_within_a_lease_and_a_
 
 
 async def deliver(setting: Setting, event: OrderPlaced, *, partition: int) -> None:
-    """Put a copy of `event` into a partition."""
+    """Publish a duplicate of `event` to a partition."""
     producer = AIOKafkaProducer(bootstrap_servers=setting.kafka.bootstrap_servers)
     await producer.start()
     topic = setting.publisher.topic_of(event.event_type)
@@ -156,8 +156,8 @@ def _wait_until_it_waits(worker: ServiceProcess) -> None:
 
 
 @pytest.mark.scenario(33)
-async def test_a_stalled_worker_that_comes_back_after_its_lease_changes_nothing(setting: Setting) -> None:
-    """SIGSTOP beyond lease and session; another one finishes; SIGCONT: refused by its token."""
+async def test_a_stalled_worker_that_resumes_after_its_lease_changes_nothing(setting: Setting) -> None:
+    """It is stopped beyond lease and session, another worker finishes, and its own completion is refused."""
     with setting.worker("first") as first, setting.worker("second") as second:
         first.wait_for_line("metrics and health")
         second.wait_for_line("metrics and health")
@@ -179,7 +179,7 @@ async def test_a_stalled_worker_that_comes_back_after_its_lease_changes_nothing(
     assert attempt >= 2, "more, if a busy machine prevented a start"
 
 
-async def test_sigterm_lets_running_handlers_end_and_the_next_worker_repeats_nothing(setting: Setting) -> None:
+async def test_sigterm_waits_for_running_handlers_and_the_next_worker_repeats_none(setting: Setting) -> None:
     events = [OrderPlaced(order_id=str(number), seconds=1.0) for number in range(8)]
     with setting.worker("first") as first:
         first.wait_for_line("metrics and health")
@@ -213,7 +213,7 @@ async def test_a_handler_that_cannot_be_cancelled_does_not_keep_the_process_aliv
         assert "exiting with handlers that are still running" in worker.output
 
 
-async def test_a_running_worker_moves_its_metrics_and_tells_its_health(setting: Setting) -> None:
+async def test_a_running_worker_updates_its_metrics_and_serves_its_health(setting: Setting) -> None:
     event = OrderPlaced(order_id="0", seconds=1.0)
     with setting.worker("only") as worker:
         address = _address(worker)
@@ -241,6 +241,6 @@ def _get(url: str) -> tuple[int, str]:
 
 
 def _metric(address: str, name: str) -> float:
-    """The sum of a metric over its labels."""
+    """Return the sum of a metric over its labels."""
     lines = _get(f"{address}/metrics")[1].splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))

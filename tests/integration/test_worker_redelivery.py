@@ -1,4 +1,4 @@
-"""A real Kafka delivers twice; the handler runs once."""
+"""Real Kafka delivers an event twice, and the handler runs once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def shop(kafka: Kafka, topic_prefix: str, redis_url: str) -> AsyncIterator
 
 
 def charging(shop: Shop) -> EventRouter:
-    """A router whose handler notes the orders it was run for."""
+    """Return a router whose handler records its orders."""
     router = EventRouter()
 
     @router.on(OrderPlaced)
@@ -51,7 +51,7 @@ async def test_an_event_redelivered_after_completion_is_not_handled_again(shop: 
 
 
 @pytest.mark.scenario(13)
-async def test_a_third_of_all_events_delivered_twice_is_handled_once(shop: Shop) -> None:
+async def test_events_delivered_twice_are_handled_once(shop: Shop) -> None:
     events = orders(90)
     await shop.publisher.publish(*events)
     await shop.publisher.publish(*events[::3])
@@ -63,7 +63,7 @@ async def test_a_third_of_all_events_delivered_twice_is_handled_once(shop: Shop)
     assert worker.tally.duplicates == 30
 
 
-async def test_a_duplicate_on_another_partition_waits_for_the_first_run_and_is_not_acknowledged_before(
+async def test_a_duplicate_on_another_partition_is_committed_only_after_the_first_run(
     shop: Shop,
 ) -> None:
     may_end = asyncio.Event()
@@ -90,8 +90,8 @@ async def test_a_duplicate_on_another_partition_waits_for_the_first_run_and_is_n
 
 
 @pytest.mark.scenario(4)
-async def test_a_duplicate_runs_when_the_first_run_fails_and_the_first_then_finds_it_done(shop: Shop) -> None:
-    """The other order of completion: the delivery that came second ends first."""
+async def test_a_waiting_duplicate_runs_after_a_failure_and_the_retry_is_a_duplicate(shop: Shop) -> None:
+    """The second delivery completes first."""
     first_may_fail = asyncio.Event()
     runs: list[int] = []
     router = EventRouter()
@@ -101,7 +101,7 @@ async def test_a_duplicate_runs_when_the_first_run_fails_and_the_first_then_find
         runs.append(len(runs) + 1)
         if len(runs) == 1:
             await first_may_fail.wait()
-            raise ConnectionError("the card terminal is away")
+            raise ConnectionError("the card terminal is down")
         shop.charged.append(event.order_id)
 
     slow_to_retry = {"retry_initial_seconds": 20, "retry_max_seconds": 20}
@@ -145,12 +145,12 @@ async def test_a_failing_handler_is_retried_and_then_dead_lettered_with_its_hist
         await shop.deliver(event)
     await worker.idle(settled=3)
 
-    [letter] = await shop.messages(f"{shop.topic}.dlq", 1)
+    [dead_letter] = await shop.messages(f"{shop.topic}.dlq", 1)
     record = await worker.manager.repository.get([f"idempotency:billing:charge:order_placed:id:{events[1].event_id}"])
 
     assert attempts == ["0", "1", "1", "1", "2"]
-    assert letter.value == (await shop.messages(shop.topic, 2))[1].value
-    assert {name: header(letter, name) for name in ("reason", "error-class", "attempts", "handler", "offset")} == {
+    assert dead_letter.value == (await shop.messages(shop.topic, 2))[1].value
+    assert {name: header(dead_letter, name) for name in ("reason", "error-class", "attempts", "handler", "offset")} == {
         "reason": "handler_failed",
         "error-class": "ConnectionError",
         "attempts": "3",
@@ -163,7 +163,7 @@ async def test_a_failing_handler_is_retried_and_then_dead_lettered_with_its_hist
 
 
 async def test_a_failed_offset_is_not_passed_by_the_next_success(shop: Shop) -> None:
-    """The ancestor committed past a failed offset with the next success: a crash then lost the event."""
+    """If it were, a crash would lose the event."""
     fails = asyncio.Event()
     router = EventRouter()
 
@@ -200,7 +200,7 @@ async def test_a_failed_offset_is_not_passed_by_the_next_success(shop: Shop) -> 
         (b"\xff\xfe\x00", "malformed"),
     ],
 )
-async def test_a_message_that_is_no_event_goes_to_the_dead_letter_topic_as_it_came_and_the_loop_lives(
+async def test_an_undecodable_message_is_dead_lettered_unchanged_and_the_worker_continues(
     shop: Shop, body: bytes, reason: str
 ) -> None:
     worker = await shop.worker(charging(shop))
@@ -209,10 +209,10 @@ async def test_a_message_that_is_no_event_goes_to_the_dead_letter_topic_as_it_ca
     await shop.deliver(orders(1)[0])
     await worker.idle(settled=2)
 
-    [letter] = await shop.messages(f"{shop.topic}.dlq", 1)
-    assert (letter.key, letter.value or b"") == (b"key", body)
-    assert letter.headers[0] == ("mine", b"\x00\xff")
-    assert header(letter, "reason") == reason
+    [dead_letter] = await shop.messages(f"{shop.topic}.dlq", 1)
+    assert (dead_letter.key, dead_letter.value or b"") == (b"key", body)
+    assert dead_letter.headers[0] == ("mine", b"\x00\xff")
+    assert header(dead_letter, "reason") == reason
     assert shop.charged == ["0"]
 
 
@@ -236,7 +236,7 @@ async def test_two_handlers_of_one_event_are_independent(shop: Shop) -> None:
     assert await shop.committed() == 1
 
 
-async def test_events_of_one_key_keep_their_order_while_keys_go_side_by_side(shop: Shop) -> None:
+async def test_events_with_one_key_keep_their_order_while_keys_run_concurrently(shop: Shop) -> None:
     seen: dict[bytes, list[int]] = {}
     both = asyncio.Barrier(2)
     router = EventRouter()
@@ -246,7 +246,7 @@ async def test_events_of_one_key_keep_their_order_while_keys_go_side_by_side(sho
         customer, number = event.order_id.split("-")
         if number == "0":
             async with asyncio.timeout(20):
-                await both.wait()  # only passes if the first events of both customers run at once
+                await both.wait()  # passes only if the first events of both customers run concurrently
         seen.setdefault(customer.encode(), []).append(int(number))
 
     worker = await shop.worker(router, service=QUICK.model_copy(update={"ordering": "key"}))
@@ -260,7 +260,7 @@ async def test_events_of_one_key_keep_their_order_while_keys_go_side_by_side(sho
 
 
 @pytest.mark.scenario(90)
-async def test_a_result_too_large_is_dropped_and_the_protection_stays(shop: Shop) -> None:
+async def test_a_too_large_result_is_dropped_and_duplicates_are_still_detected(shop: Shop) -> None:
     router = EventRouter()
 
     @router.on(OrderPlaced)
@@ -285,13 +285,13 @@ def _key(event: Any) -> str:
 
 
 @pytest.mark.scenario(5)
-async def test_the_same_id_with_another_payload_is_refused_and_dead_lettered(shop: Shop) -> None:
+async def test_the_same_id_with_a_different_payload_is_refused_and_dead_lettered(shop: Shop) -> None:
     worker = await shop.worker(charging(shop), default_ttl_seconds=timedelta(hours=1).total_seconds())
     event = orders(1)[0]
     await shop.deliver(event)
     await shop.deliver(event.model_copy(update={"order_id": "other"}))
     await worker.idle(settled=2)
 
-    [letter] = await shop.messages(f"{shop.topic}.dlq", 1)
+    [dead_letter] = await shop.messages(f"{shop.topic}.dlq", 1)
     assert shop.charged == ["0"]
-    assert header(letter, "reason") == "key_reused"
+    assert header(dead_letter, "reason") == "key_reused"

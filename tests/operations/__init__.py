@@ -1,1 +1,1 @@
-"""Proofs about the commands for operators that take a program of their own."""
+"""Benchmarks of operator commands that need their own program."""

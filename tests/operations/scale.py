@@ -1,8 +1,9 @@
-"""`integr8s-idem keys` on a store with many records: how long it takes, and how much memory.
+"""Measure the time and memory of `integr8s-idem keys` on a store with many records.
 
     python -m tests.operations.scale --keys 1000000
 
-A real Redis is filled by the store itself; each command is a process of its own, whose memory is watched from outside.
+The records are written to real Redis by the store itself.  Each command runs in a separate process, whose memory is
+sampled from outside.
 """
 
 from __future__ import annotations
@@ -39,42 +40,42 @@ _LOOK_SECONDS: Final = 0.01
 
 @dataclass(frozen=True)
 class Run:
-    """What one command took."""
+    """Time, memory and output of one command."""
 
     command: str
     seconds: float
     peak_mb: float
-    """Of resident memory."""
+    """Peak resident memory."""
     lines: int
-    """Of standard output."""
+    """Lines of standard output."""
     output: bytes
-    """The beginning of that."""
+    """The beginning of standard output."""
     status: int
 
 
 def event_id(number: int) -> str:
-    """The same at every call."""
+    """Return the same event ID for the same number."""
     return str(uuid.UUID(int=(0x0192 << 112) + number))
 
 
 def key_of(number: int) -> str:
-    """The full key of a record."""
+    """Return the full key of a record."""
     return SPACE.full(Key.of_event("charge", "order_placed", "id", event_id(number)))
 
 
 async def fill(server: RedisServer, records: int) -> None:
-    """Of ten records one has failed, one is in progress, and the others are completed."""
+    """Write records: of every ten, one failed, one in progress, eight completed."""
     client = server.client()
     store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=30))
     for start in range(0, records, BATCH):
-        wishes = [
+        requests = [
             ReserveRequest(
                 key=key_of(number), token=os.urandom(16), lease=TTL, retention=TTL, fingerprint=os.urandom(16)
             )
             for number in range(start, min(start + BATCH, records))
         ]
-        reserved = [verdict for verdict in await store.reserve(wishes) if isinstance(verdict, Reserved)]
-        assert len(reserved) == len(wishes)
+        reserved = [verdict for verdict in await store.reserve(requests) if isinstance(verdict, Reserved)]
+        assert len(reserved) == len(requests)
         await store.fail([Failure(reservation=one, ttl=TTL, error="no such account") for one in reserved[::10]])
         done = [one for number, one in enumerate(reserved) if number % 10 > 1]
         await store.complete([Completion(reservation=one, ttl=TTL, result=RESULT) for one in done])
@@ -82,7 +83,7 @@ async def fill(server: RedisServer, records: int) -> None:
 
 
 def run(folder: Path, *arguments: str) -> Run:
-    """`integr8s-idem keys …` in `folder`."""
+    """Run `integr8s-idem keys …` in `folder`."""
     began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "integr8s_idem", "keys", *arguments],
@@ -106,7 +107,7 @@ def run(folder: Path, *arguments: str) -> Run:
 
 
 class _Peak(threading.Thread):
-    """Watches the memory of a process until it ends."""
+    """Samples the memory of a process until it exits."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -123,14 +124,14 @@ class _Peak(threading.Thread):
 
 
 def measured(server: RedisServer, records: int, folder: Path, only: Sequence[str] = ()) -> dict[str, Run]:
-    """What each command took, by name; `only`: those of these names."""
+    """Run the commands, or those named in `only`, and return their measurements by name."""
     (folder / "settings.toml").write_text(f'[store]\nkind = "redis"\nurl = "{server.url}"\n')
     number = records // 2 + 2
     commands = {
         "explain by key": ("explain", key_of(number)),
         "explain by event id": ("explain", event_id(number)),
         "list": ("list", "--json"),
-        "purge of failed ones": ("purge", "--status", "failed", "--yes", "--json"),
+        "purge failed": ("purge", "--status", "failed", "--yes", "--json"),
     }
     return {name: run(folder, *command) for name, command in commands.items() if not only or name in only}
 

@@ -18,7 +18,7 @@ ON_BOTH = ("test_admission", "test_database", "test_pods", "test_results", "test
 
 
 class RecordingPublisher:
-    """Keeps what is published; refuses while `broken`."""
+    """Keeps published events; raises `PublishError` while `broken`."""
 
     def __init__(self) -> None:
         self.events: list[BaseEvent] = []
@@ -26,7 +26,7 @@ class RecordingPublisher:
 
     async def publish(self, *events: BaseEvent) -> None:
         if self.broken:
-            raise PublishError("a topic", "the broker is away")
+            raise PublishError("a topic", "the broker is down")
         self.events.extend(events)
 
     @property
@@ -40,14 +40,14 @@ def publisher() -> RecordingPublisher:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests of what stands in the database run on both; the others run scripts, and need any."""
+    """Run the tests of database contents on both databases; the others run scripts on either one."""
     if metafunc.module.__name__.rpartition(".")[2] in ON_BOTH and "database_url" in metafunc.fixturenames:
         metafunc.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 
 
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
-    """The PostgreSQL that INTEGR8S_IDEM_TEST_POSTGRES names, or one of our own for all tests."""
+    """Return the URL in INTEGR8S_IDEM_TEST_POSTGRES, or start a server for the session."""
     if named := os.environ.get(POSTGRES_VARIABLE):
         yield named
     else:
@@ -57,7 +57,7 @@ def postgres_url() -> Iterator[str]:
 
 @pytest.fixture
 async def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A database without tables.  Where the environment names a PostgreSQL, it is everybody's default."""
+    """Return a database without tables; PostgreSQL is the default if the environment has its URL."""
     kind = getattr(request, "param", "postgresql" if os.environ.get(POSTGRES_VARIABLE) else "sqlite")
     if kind == "sqlite":
         return f"sqlite+aiosqlite:///{tmp_path}/platform.db"
@@ -75,7 +75,7 @@ def settings(tmp_path: Path, database_url: str) -> PlatformSection:
         database_url=database_url,
         work_folder=str(tmp_path),
         runner="subprocess",
-        scripts_as_root=True,  # as a test may be, and then its Python may be closed to other users
+        scripts_as_root=True,  # tests may run as root, with a Python that other users cannot read
         max_running=2,
         max_running_per_user=1,
     )

@@ -43,7 +43,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 class Coordinator:
-    """What the handlers do, each call in a transaction of its own."""
+    """Does what the handlers do, with a transaction for each call."""
 
     def __init__(self, database: Database, settings: PlatformSection) -> None:
         self.database = database
@@ -75,20 +75,20 @@ def names(decision: Decision) -> list[str]:
     return [admitted.execution_id for admitted in decision.scheduled]
 
 
-async def test_as_many_run_as_there_are_slots(coordinator: Coordinator) -> None:
+async def test_executions_are_scheduled_while_slots_are_free(coordinator: Coordinator) -> None:
     decisions = [await coordinator.request(name) for name in "abc"]
 
     assert [names(decision) for decision in decisions] == [["a"], ["b"], []]
 
 
-async def test_the_end_of_one_makes_room_for_the_next(coordinator: Coordinator) -> None:
+async def test_an_ended_execution_frees_its_slot_for_the_next(coordinator: Coordinator) -> None:
     for name in "abc":
         await coordinator.request(name)
 
     assert names(await coordinator.end("a")) == ["c"]
 
 
-async def test_higher_priority_goes_first_and_age_decides_among_equals(coordinator: Coordinator) -> None:
+async def test_higher_priority_is_scheduled_first_and_then_older_requests(coordinator: Coordinator) -> None:
     for name, priority in {"x": 0, "y": 0, "low": 1, "old": 5, "young": 5, "high": 9}.items():
         await coordinator.request(name, priority=priority)
 
@@ -97,7 +97,7 @@ async def test_higher_priority_goes_first_and_age_decides_among_equals(coordinat
     assert admitted == [["high"], ["old"], ["young"], ["low"]]
 
 
-async def test_one_user_does_not_take_all_slots(coordinator: Coordinator) -> None:
+async def test_one_user_cannot_take_all_slots(coordinator: Coordinator) -> None:
     await coordinator.request("a1", user="ann", priority=9)
     await coordinator.request("a2", user="ann", priority=9)
 
@@ -113,7 +113,7 @@ async def test_requests_without_a_user_share_one_limit(coordinator: Coordinator)
     assert names(await coordinator.request("b", metadata={})) == []
 
 
-async def test_a_new_process_finds_the_queue(coordinator: Coordinator, settings: PlatformSection) -> None:
+async def test_the_queue_survives_a_restart(coordinator: Coordinator, settings: PlatformSection) -> None:
     for name in "abc":
         await coordinator.request(name)
     reopened = Database(settings.database_url)
@@ -140,7 +140,7 @@ async def test_a_request_beyond_the_limits_is_rejected(
     assert await coordinator.running() == 0
 
 
-async def test_an_id_that_was_rejected_cannot_be_used_for_another_script(coordinator: Coordinator) -> None:
+async def test_a_rejected_execution_id_cannot_be_used_again(coordinator: Coordinator) -> None:
     await coordinator.request("a", timeout_seconds=301)
 
     decision = await coordinator.request("a", key="second")
@@ -194,7 +194,7 @@ async def test_a_duplicate_end_frees_only_one_slot(coordinator: Coordinator) -> 
 
 
 async def test_a_rerun_after_the_commit_publishes_the_same_events(coordinator: Coordinator) -> None:
-    """The worker died between the commit and the publishing; meanwhile others went on."""
+    """The worker died between the commit and publishing, and other executions ended in the meantime."""
     for name in "abcd":
         await coordinator.request(name)
     lost = await coordinator.end("a")
@@ -208,13 +208,13 @@ async def test_a_rerun_after_the_commit_publishes_the_same_events(coordinator: C
     assert list(map(fingerprint_of, events_of(again, "a"))) == list(map(fingerprint_of, events_of(lost, "a")))
 
 
-async def test_a_rerun_of_a_rejected_request_is_rejected_alike(coordinator: Coordinator) -> None:
+async def test_a_rerun_of_a_rejected_request_returns_the_same_rejection(coordinator: Coordinator) -> None:
     lost = await coordinator.request("a", timeout_seconds=301)
 
     assert await coordinator.request("a", timeout_seconds=301) == lost
 
 
-async def test_a_rerun_after_a_rollback_decides_anew(
+async def test_a_rerun_after_a_rollback_makes_a_new_decision(
     coordinator: Coordinator, database: Database, settings: PlatformSection
 ) -> None:
     event = ExecutionRequested(execution_id="a", script="print()")
@@ -231,7 +231,7 @@ async def test_a_rerun_after_a_rollback_decides_anew(
     assert names(await coordinator.request("a")) == ["a"]
 
 
-async def test_coordinators_that_race_never_give_a_slot_away_twice(
+async def test_concurrent_coordinators_never_assign_a_slot_twice(
     coordinator: Coordinator, settings: PlatformSection
 ) -> None:
     others = [Database(settings.database_url) for _ in range(2)]
@@ -245,7 +245,7 @@ async def test_coordinators_that_race_never_give_a_slot_away_twice(
     assert await coordinator.running() == settings.max_running
 
 
-async def test_coordinators_of_two_processes_never_give_a_slot_away_twice(
+async def test_coordinators_in_two_processes_never_assign_a_slot_twice(
     coordinator: Coordinator, settings: PlatformSection
 ) -> None:
     command = [sys.executable, "-W", "error", "-c", REQUEST, settings.database_url]
@@ -260,7 +260,7 @@ async def test_coordinators_of_two_processes_never_give_a_slot_away_twice(
     assert await coordinator.running() == settings.max_running
 
 
-async def test_every_execution_is_scheduled_once_whatever_the_order_of_the_ends(coordinator: Coordinator) -> None:
+async def test_every_execution_is_scheduled_once_in_any_order_of_ends(coordinator: Coordinator) -> None:
     scheduled = [name for number in range(20) for name in names(await coordinator.request(f"e{number}"))]
 
     for name in scheduled:
@@ -269,7 +269,7 @@ async def test_every_execution_is_scheduled_once_whatever_the_order_of_the_ends(
     assert sorted(scheduled) == sorted(f"e{number}" for number in range(20))
 
 
-def test_an_event_names_the_request_it_belongs_to() -> None:
+def test_a_scheduled_event_has_the_metadata_of_its_request() -> None:
     scheduled = Decision.model_validate(
         {"scheduled": [{"execution_id": "a", "user_id": "ann", "correlation_id": "c1"}], "rejected": "no"}
     )
@@ -282,7 +282,7 @@ def test_an_event_names_the_request_it_belongs_to() -> None:
     assert event.metadata == EventMetadata(service_name="coordinator", correlation_id="c1", user_id="ann")
 
 
-async def test_an_overdue_execution_is_scheduled_once_more(
+async def test_an_overdue_execution_is_scheduled_again_once(
     coordinator: Coordinator, database: Database, settings: PlatformSection, publisher: RecordingPublisher
 ) -> None:
     for name in "abc":

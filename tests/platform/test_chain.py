@@ -1,4 +1,4 @@
-"""All four services on one list instead of a broker: every event comes twice, and publishing fails on purpose."""
+"""All four services on an in-memory broker that delivers duplicates and fails to publish on purpose."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Broker:
             self.published.extend(events)
             self._waiting.extend(event for event in events for _ in range(self._copies))
         if failing:
-            raise PublishError("a topic", "the broker is away")
+            raise PublishError("a topic", "the broker is down")
 
     async def deliver_all(self) -> None:
         while self._waiting:
@@ -67,7 +67,7 @@ class Broker:
 
 
 class Chain:
-    """The platform, wired by its own containers, on such a broker."""
+    """The platform with its own containers on the in-memory broker."""
 
     def __init__(self, broker: Broker, services: dict[str, AsyncContainer]) -> None:
         self.broker = broker
@@ -86,7 +86,7 @@ class Chain:
             return list((await connection.execute(found)).scalars())
 
     async def states(self) -> tuple[list[str], list[str]]:
-        """Of all executions, as coordinator and saga orchestrator see them."""
+        """Return the states of all executions in the coordinator and in the saga orchestrator."""
         database = await self.services["coordinator"].get(Database)
         async with database.reading() as connection:
             admitted = select(executions.c.state).order_by(executions.c.execution_id)
@@ -137,7 +137,7 @@ def journal_script(journal: Path) -> str:
     return f"open({str(journal)!r}, 'a').write('run\\n')"
 
 
-async def test_a_script_is_run_and_its_result_is_stored(chain: Chain, tmp_path: Path) -> None:
+async def test_a_script_runs_and_its_result_is_stored(chain: Chain, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
 
     await chain.request(journal_script(journal))
@@ -147,14 +147,14 @@ async def test_a_script_is_run_and_its_result_is_stored(chain: Chain, tmp_path: 
     assert await chain.states() == (["finished"], ["completed"])
 
 
-async def test_every_way_to_end_leads_to_one_result(chain: Chain) -> None:
+async def test_every_outcome_is_stored_as_one_result(chain: Chain) -> None:
     await chain.request("print()", "raise SystemExit(1)", "import time; time.sleep(600)", timeout_seconds=1)
 
     assert await chain.statuses() == ["completed", "failed", "timeout"]
     assert await chain.states() == (["finished"] * 3, ["completed", "failed", "timed_out"])
 
 
-async def test_more_requests_than_slots_are_all_run(chain: Chain, tmp_path: Path) -> None:
+async def test_all_requests_run_if_there_are_more_than_slots(chain: Chain, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
 
     await chain.request(*([journal_script(journal)] * 6))
@@ -165,10 +165,10 @@ async def test_more_requests_than_slots_are_all_run(chain: Chain, tmp_path: Path
 
 @pytest.mark.parametrize("fails_after_sending", [False, True], ids=["not sent", "answer lost"])
 @pytest.mark.parametrize("fail_at", range(2, 7))
-async def test_the_script_runs_once_if_any_publishing_fails(
+async def test_the_script_runs_once_if_any_publish_fails(
     chain: Chain, tmp_path: Path, fail_at: int, fails_after_sending: bool
 ) -> None:
-    """Scheduled, create command, pod created, completed, result stored; the first call is the request itself."""
+    """Call 1 publishes the request; then come scheduled, create command, pod created, completed, result stored."""
     chain.broker.fail_at, chain.broker.fails_after_sending = fail_at, fails_after_sending
     journal = tmp_path / "journal"
 
@@ -183,7 +183,7 @@ async def test_the_script_runs_once_if_any_publishing_fails(
         assert len(set(chain.broker.ids(event.event_type))) == 1
 
 
-async def test_a_cancelled_execution_has_one_result_at_most(chain: Chain) -> None:
+async def test_a_cancelled_execution_has_at_most_one_result(chain: Chain) -> None:
     await chain.broker.publish(
         ExecutionRequested(execution_id="e0", script="print()"),
         ExecutionCancelled(execution_id="e0", cancelled_by="ann"),
@@ -213,7 +213,7 @@ async def test_the_events_of_one_request_share_its_correlation_id(chain: Chain) 
         assert later == {mine[0].event_id}
 
 
-async def test_a_sweep_beside_the_handlers_publishes_nothing_new(chain: Chain) -> None:
+async def test_a_sweep_during_the_handlers_publishes_nothing_new(chain: Chain) -> None:
     orchestrator = await chain.services["saga-orchestrator"].get(Sagas)
 
     await asyncio.gather(chain.request("print()", "print()"), orchestrator.sweep())

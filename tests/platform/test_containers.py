@@ -30,7 +30,7 @@ def settings(database_url: str) -> PlatformSettings:
 
 
 @pytest.mark.parametrize("service", platform.services.values(), ids=lambda service: service.name)
-async def test_every_service_has_all_it_asks_for(service: Service, settings: PlatformSettings) -> None:
+async def test_every_service_has_all_its_dependencies(service: Service, settings: PlatformSettings) -> None:
     container = make_container(service, settings)
 
     assert isinstance(await container.get(EventDispatcher), EventDispatcher)
@@ -49,7 +49,7 @@ async def test_every_service_has_all_it_asks_for(service: Service, settings: Pla
     ],
     ids=["coordinator", "k8s worker", "result processor", "saga orchestrator"],
 )
-async def test_who_gets_which_dispatcher(
+async def test_each_service_gets_its_dispatcher(
     service: Service,
     ttl: int | None,
     strategy: KeyStrategy | None,
@@ -68,8 +68,8 @@ async def test_who_gets_which_dispatcher(
     await container.close()
 
 
-async def test_a_services_dispatcher_is_swapped_by_one_provider(settings: PlatformSettings) -> None:
-    """Handlers and all other providers stay as they are."""
+async def test_one_provider_replaces_the_dispatcher_of_a_service(settings: PlatformSettings) -> None:
+    """Handlers and all other providers are unchanged."""
     plain = DispatcherProvider(coordinator_router)
     providers = [plain if isinstance(each, IdempotentDispatcherProvider) else each for each in coordinator_providers()]
     container = make_container(replace(containers.coordinator, providers=providers), settings)
@@ -82,14 +82,14 @@ async def test_a_services_dispatcher_is_swapped_by_one_provider(settings: Platfo
 
 
 async def test_two_dispatchers_in_one_container_are_refused(settings: PlatformSettings) -> None:
-    """In the platform's ancestor the last one won, silently."""
+    """Otherwise the last one would silently win."""
     providers = [*coordinator_providers(), DispatcherProvider(EventRouter())]
 
     with pytest.raises(ApplicationError, match="EventDispatcher"):
         make_container(replace(containers.coordinator, providers=providers), settings)
 
 
-async def test_a_container_without_what_its_handlers_need_is_refused(settings: PlatformSettings) -> None:
+async def test_a_container_without_a_dependency_of_a_handler_is_refused(settings: PlatformSettings) -> None:
     providers = [each for each in coordinator_providers() if not isinstance(each, CoordinatorProvider)]
 
     with pytest.raises(ApplicationError, match=r"nothing provides Admission, which handler .* asks for"):
@@ -102,7 +102,7 @@ def coordinator_providers() -> list[BaseProvider]:
     return providers
 
 
-async def test_a_failed_handler_leaves_nothing_in_the_database(settings: PlatformSettings) -> None:
+async def test_a_failed_handler_changes_nothing_in_the_database(settings: PlatformSettings) -> None:
     container = make_container(containers.coordinator, settings)
     event = ExecutionRequested(execution_id="e1", script="print()")
 
@@ -120,7 +120,7 @@ async def test_a_failed_handler_leaves_nothing_in_the_database(settings: Platfor
     await container.close()
 
 
-async def test_what_a_handler_has_done_is_there_once_its_scope_is_closed(settings: PlatformSettings) -> None:
+async def test_changes_by_a_handler_are_committed_when_its_scope_closes(settings: PlatformSettings) -> None:
     container = make_container(containers.result_processor, settings)
     database = await container.get(Database)
 
@@ -132,8 +132,8 @@ async def test_what_a_handler_has_done_is_there_once_its_scope_is_closed(setting
     await container.close()
 
 
-async def test_the_pods_of_a_process_are_one_object(settings: PlatformSettings) -> None:
-    """Handlers and background work meet in it."""
+async def test_a_process_has_one_pod_worker(settings: PlatformSettings) -> None:
+    """Handlers and background tasks share it."""
     container = make_container(containers.k8s_worker, settings)
 
     async with container() as first, container() as second:

@@ -32,7 +32,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 """
 
 
-async def test_four_processes_make_the_tables_and_write_at_once(settings: PlatformSection) -> None:
+async def test_four_processes_create_the_tables_and_write_concurrently(settings: PlatformSection) -> None:
     command = [sys.executable, "-W", "error", "-c", COUNT_UP, settings.database_url, "50"]
     here = Path(__file__).parents[2]
 
@@ -47,7 +47,7 @@ async def test_four_processes_make_the_tables_and_write_at_once(settings: Platfo
     assert number == 200
 
 
-async def test_writers_of_one_process_wait_for_each_other(database: Database) -> None:
+async def test_writers_in_one_process_wait_for_each_other(database: Database) -> None:
     async with database.transaction() as connection:
         await connection.execute(turns.insert().values(name="test", number=0))
 
@@ -63,7 +63,7 @@ async def test_writers_of_one_process_wait_for_each_other(database: Database) ->
         assert (await connection.execute(select(turns.c.number))).scalar_one() == 40
 
 
-async def test_an_exception_takes_everything_back(database: Database) -> None:
+async def test_an_exception_rolls_back_the_transaction(database: Database) -> None:
     async def write_and_die() -> None:
         async with database.transaction() as connection:
             await connection.execute(turns.insert().values(name="test", number=0))
@@ -83,7 +83,7 @@ async def test_a_reader_does_not_wait_for_a_writer(database: Database) -> None:
             assert (await connection.execute(select(func.count()).select_from(turns))).scalar_one() == 0
 
 
-async def test_a_cancelled_writer_gives_way(database: Database) -> None:
+async def test_a_cancelled_writer_releases_its_lock(database: Database) -> None:
     inside = asyncio.Event()
 
     async def write() -> None:
@@ -101,7 +101,7 @@ async def test_a_cancelled_writer_gives_way(database: Database) -> None:
         assert (await connection.execute(select(func.count()).select_from(turns))).scalar_one() == 0
 
 
-async def test_one_execution_has_one_saga_of_a_name(database: Database) -> None:
+async def test_an_execution_has_one_saga_for_each_name(database: Database) -> None:
     row = {"execution_id": "e1", "name": "execution", "state": "created", "reason": "", "correlation_id": ""}
 
     async def write(saga_id: str) -> None:
@@ -114,14 +114,14 @@ async def test_one_execution_has_one_saga_of_a_name(database: Database) -> None:
         await write("s2")
 
 
-async def test_the_clock_is_the_databases(database: Database) -> None:
+async def test_the_clock_is_that_of_the_database(database: Database) -> None:
     async with database.reading() as connection:
         seconds = (await connection.execute(select(now()))).scalar_one()
 
     assert 1_700_000_000 < seconds < 10_000_000_000
 
 
-def test_a_database_that_is_not_known_is_refused_without_showing_its_password() -> None:
+def test_an_unsupported_database_is_refused_without_showing_its_password() -> None:
     with pytest.raises(ValidationError) as refused:
         PlatformSection(database_url="mysql+aiomysql://user:secret@host/name")
 

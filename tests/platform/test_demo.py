@@ -1,4 +1,4 @@
-"""`make demo`: on embedded servers, on real ones by settings alone, and what it says when something is wrong."""
+"""`make demo`: on embedded servers, on real servers, and its messages when something fails."""
 
 from __future__ import annotations
 
@@ -39,46 +39,46 @@ KEYS = {"requested", "deliveries", "duplicates_blocked", "executed_once", "rerun
 
 
 class Demo:
-    """`python -m examples.demo` as a process, with a temporary folder of its own."""
+    """`python -m examples.demo` as a process, with its own temporary folder."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        # Short, and open to the user that an embedded PostgreSQL runs as: a socket will be in there.
+        # A short path for a socket, accessible to the user that runs the embedded PostgreSQL.
         self.folder = Path(tempfile.mkdtemp(prefix="demo-"))
         self.folder.chmod(0o711)
         self.left_behind: list[str] = []
-        """Once it is over."""
+        """Files and processes that remain after the demo."""
         self._verdict = folder / "verdict.json"
-        self._said = folder / "said.txt"
-        with self._said.open("wb") as output:
+        self._output = folder / "output.txt"
+        with self._output.open("wb") as log:
             self.process = subprocess.Popen(
                 [*COMMAND, "--json", str(self._verdict), "--deadline", "80", *arguments],
                 cwd=ROOT,
                 env={**os.environ, "TMPDIR": str(self.folder), "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=log,
+                stderr=log,
             )
 
     @property
-    def said(self) -> str:
-        return self._said.read_text()
+    def output(self) -> str:
+        return self._output.read_text()
 
     @property
     def verdict(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._verdict.read_text())
         return found
 
-    def look_around(self) -> list[str]:
-        """Files of its folder, and processes whose command names it."""
+    def remains(self) -> list[str]:
+        """Return files in the folder, and processes whose command contains its path."""
         commands = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
         return [*map(str, self.folder.iterdir()), *(command for command in commands if str(self.folder) in command)]
 
-    async def said_so(self, text: str) -> None:
-        await eventually(lambda: text in self.said or self.process.poll() is not None, state=lambda: self.said)
-        assert text in self.said, self.said
+    async def wait_for_output(self, text: str) -> None:
+        await eventually(lambda: text in self.output or self.process.poll() is not None, state=lambda: self.output)
+        assert text in self.output, self.output
 
-    def ends_with(self, status: int) -> None:
-        assert self.process.wait(110) == status, self.said
+    def exits_with(self, status: int) -> None:
+        assert self.process.wait(110) == status, self.output
 
 
 @contextmanager
@@ -90,13 +90,13 @@ def demo(folder: Path, *arguments: str) -> Iterator[Demo]:
         if started.process.poll() is None:
             started.process.terminate()
             started.process.wait(30)
-        started.left_behind = started.look_around()
+        started.left_behind = started.remains()
         shutil.rmtree(started.folder)
 
 
 @pytest.fixture
-def few(tmp_path: Path) -> Path:
-    """Forty requests, one of each kind among them."""
+def requests_file(tmp_path: Path) -> Path:
+    """Forty requests, including one of each kind."""
     sleep = {"script": "import time; time.sleep(0.7); print('slept')"}
     kinds: dict[int, dict[str, object]] = {
         3: {"script": "raise SystemExit(1)"},
@@ -107,12 +107,12 @@ def few(tmp_path: Path) -> Path:
         {"user_id": f"user {n % 5}", "priority": n % 11, **kinds.get(n, sleep if n % 2 else {"script": f"print({n})"})}
         for n in range(40)
     ]
-    file = tmp_path / "few.jsonl"
+    file = tmp_path / "requests_file.jsonl"
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return file
 
 
-def assert_all_is_well(verdict: dict[str, Any]) -> None:
+def assert_passed(verdict: dict[str, Any]) -> None:
     assert verdict.keys() >= KEYS
     assert verdict["faults"] == []
     assert (verdict["requested"], verdict["results_stored"], verdict["lost"]) == (40, 40, 0)
@@ -124,32 +124,34 @@ def assert_all_is_well(verdict: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_with_duplicates_and_a_killed_worker_every_request_has_one_result(tmp_path: Path, few: Path) -> None:
-    with demo(tmp_path, "--requests", str(few)) as running:
-        running.ends_with(0)
+def test_every_request_has_one_result_despite_duplicates_and_a_killed_worker(
+    tmp_path: Path, requests_file: Path
+) -> None:
+    with demo(tmp_path, "--requests", str(requests_file)) as running:
+        running.exits_with(0)
 
-    assert_all_is_well(running.verdict)
+    assert_passed(running.verdict)
     assert running.verdict["broker"] == "embedded Kafka (emulator)"
     assert running.left_behind == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "named"), [("sqlite", "SQLite"), ("postgresql", "PostgreSQL")])
-def test_the_demo_keeps_its_records_beside_the_results_if_asked(
-    tmp_path: Path, few: Path, kind: str, named: str
+def test_the_demo_can_keep_its_records_in_the_database_of_the_results(
+    tmp_path: Path, requests_file: Path, kind: str, named: str
 ) -> None:
-    with demo(tmp_path, "--requests", str(few), "--store", kind) as running:
-        running.ends_with(0)
+    with demo(tmp_path, "--requests", str(requests_file), "--store", kind) as running:
+        running.exits_with(0)
 
-    assert_all_is_well(running.verdict)
+    assert_passed(running.verdict)
     assert running.verdict["store"] == f"embedded {named}"
     assert running.left_behind == []
 
 
 @pytest.mark.slow
 @pytest.mark.kafka
-async def test_the_same_demo_runs_on_real_servers_by_settings_alone(
-    tmp_path: Path, few: Path, kafka: Kafka, topic_prefix: str
+async def test_the_demo_runs_on_real_servers_with_other_settings(
+    tmp_path: Path, requests_file: Path, kafka: Kafka, topic_prefix: str
 ) -> None:
     settings = tmp_path / "settings.toml"
     with RedisServer(tcp=True) as redis:
@@ -157,53 +159,55 @@ async def test_the_same_demo_runs_on_real_servers_by_settings_alone(
             f'[kafka]\nbootstrap_servers = "{kafka.bootstrap}"\ntopic_prefix = "{topic_prefix}"\n'
             f'[store]\nurl = "{redis.url}"\n'
         )
-        with demo(tmp_path, "--requests", str(few), "--settings", str(settings)) as running:
-            await asyncio.to_thread(running.ends_with, 0)
+        with demo(tmp_path, "--requests", str(requests_file), "--settings", str(settings)) as running:
+            await asyncio.to_thread(running.exits_with, 0)
         async with redis.client() as client:
             keys = await client.dbsize()
 
-    assert_all_is_well(running.verdict)
+    assert_passed(running.verdict)
     assert running.verdict["broker"] == f"Kafka at {kafka.bootstrap}"
     assert (keys, running.left_behind) == (0, [])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-async def test_a_demo_that_is_stopped_leaves_nothing_behind(tmp_path: Path, few: Path, number: signal.Signals) -> None:
-    with demo(tmp_path, "--requests", str(few)) as running:
-        await running.said_so("requests are published")
+async def test_a_stopped_demo_leaves_no_files_or_processes(
+    tmp_path: Path, requests_file: Path, number: signal.Signals
+) -> None:
+    with demo(tmp_path, "--requests", str(requests_file)) as running:
+        await running.wait_for_output("requests are published")
         running.process.send_signal(number)
-        running.ends_with(128 + number)
+        running.exits_with(128 + number)
 
     assert running.left_behind == []
 
 
 @pytest.mark.slow
-async def test_a_service_that_dies_unasked_ends_the_demo_with_its_last_words(tmp_path: Path, few: Path) -> None:
-    with demo(tmp_path, "--requests", str(few)) as running:
-        await running.said_so("requests are published")
+async def test_the_demo_exits_with_the_log_of_a_service_that_dies(tmp_path: Path, requests_file: Path) -> None:
+    with demo(tmp_path, "--requests", str(requests_file)) as running:
+        await running.wait_for_output("requests are published")
         children = psutil.Process(running.process.pid).children()
         next(child for child in children if "coordinator" in child.cmdline()).kill()
-        running.ends_with(2)
+        running.exits_with(2)
 
-    assert "coordinator has ended; it said last:\n" in running.said
+    assert "coordinator has ended; it said last:\n" in running.output
     assert running.left_behind == []
 
 
-def test_without_its_broker_the_demo_ends_at_once_and_shows_no_password(tmp_path: Path, few: Path) -> None:
+def test_the_demo_exits_at_once_without_a_broker_and_shows_no_password(tmp_path: Path, requests_file: Path) -> None:
     settings = tmp_path / "settings.toml"
     settings.write_text('[kafka]\nbootstrap_servers = "127.0.0.1:1"\n[store]\nurl = "redis://:secret@127.0.0.1:1"\n')
 
-    with demo(tmp_path, "--requests", str(few), "--settings", str(settings)) as running:
-        running.ends_with(2)
+    with demo(tmp_path, "--requests", str(requests_file), "--settings", str(settings)) as running:
+        running.exits_with(2)
 
-    assert "no verdict: Kafka at 127.0.0.1:1 does not answer" in running.said
-    assert "secret" not in running.said
+    assert "no verdict: Kafka at 127.0.0.1:1 does not answer" in running.output
+    assert "secret" not in running.output
     assert running.left_behind == []
 
 
 def seen(**changes: Any) -> Seen:
-    """Three requests: one ran once, one was in flight at the kill and ran twice, one cannot be run."""
+    """Return three requests: one ran once, one was in flight at the kill and ran twice, one cannot run."""
     usual: dict[str, Any] = {
         "requested": ["a", "b", "c"],
         "runs": {"a": 1, "b": 2},
@@ -252,14 +256,14 @@ def test_unfinished_requests_are_not_reported_as_lost() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_verdict_says_no(changes: dict[str, Any], fault: str) -> None:
+def test_the_verdict_reports_the_fault(changes: dict[str, Any], fault: str) -> None:
     verdict = Verdict(seen(**changes))
 
     assert not verdict.good
     assert verdict.faults == [fault]
 
 
-def test_the_requests_are_hundreds_and_of_every_kind() -> None:
+def test_the_requests_file_has_hundreds_of_requests_of_every_kind() -> None:
     requests = read_requests(FILE)
 
     assert len(requests) >= 200
@@ -269,7 +273,7 @@ def test_the_requests_are_hundreds_and_of_every_kind() -> None:
     assert sum(request.timeout_seconds < 5 for request in requests) >= 5
 
 
-def test_a_script_that_runs_leaves_its_line_first_and_needs_no_environment(tmp_path: Path) -> None:
+def test_a_script_writes_its_journal_line_first_and_needs_no_environment(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "a journal")
     requests = [DemoRequest(script="print('fine')"), DemoRequest(script="raise SystemExit(3)")]
     first, second = (event.script for event in as_events(requests, "run", journal))
@@ -280,7 +284,7 @@ def test_a_script_that_runs_leaves_its_line_first_and_needs_no_environment(tmp_p
     assert journal.runs() == {"run-001": 2, "run-002": 1}
 
 
-async def test_one_event_of_three_is_delivered_twice_byte_for_byte() -> None:
+async def test_every_third_event_is_delivered_twice_byte_for_byte() -> None:
     async with EmbeddedKafka() as broker:
         kafka = KafkaSettings(bootstrap_servers=broker.bootstrap_servers)
         duplicator = Duplicator(kafka, "doubling", ("pod_created",))
@@ -288,7 +292,7 @@ async def test_one_event_of_three_is_delivered_twice_byte_for_byte() -> None:
         doubling = asyncio.create_task(duplicator.run())
         await publisher.publish(*(PodCreated(execution_id=f"e{number}", pod_name="pod") for number in range(12)))
         await eventually(lambda: duplicator.copies == 4 or doubling.done())
-        # On the topic behind the copies: had it copied those, it would have seen more events by then.
+        # After the copies on the topic: if it had copied them, it would have seen more events by now.
         await publisher.publish(PodCreated(execution_id="last", pod_name="pod"))
         await eventually(lambda: duplicator.events >= 13 or doubling.done())
         messages = [] if doubling.done() else await _all_of("pod_created", kafka, 17)

@@ -26,7 +26,7 @@ def test_events_survive_encoding_and_decoding() -> None:
 
 
 @pytest.mark.parametrize(
-    "mistake",
+    "invalid",
     [
         {"execution_id": ""},
         {"execution_id": "a b"},
@@ -41,12 +41,12 @@ def test_events_survive_encoding_and_decoding() -> None:
     ],
     ids=str,
 )
-def test_a_request_that_no_service_could_serve_is_refused(mistake: dict[str, object]) -> None:
+def test_an_invalid_request_is_refused(invalid: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
-        ExecutionRequested.model_validate({"execution_id": "e1", "script": "print()"} | mistake)
+        ExecutionRequested.model_validate({"execution_id": "e1", "script": "print()"} | invalid)
 
 
-def test_two_commands_of_one_saga_are_the_same_content() -> None:
+def test_two_commands_of_one_saga_have_the_same_content_hash() -> None:
     first = CreatePodCommand(execution_id="e1", saga_id="s1", script="print()")
     second = CreatePodCommand(execution_id="e1", saga_id="s1", script="print()")
 
@@ -54,7 +54,7 @@ def test_two_commands_of_one_saga_are_the_same_content() -> None:
     assert content_hash(first) == content_hash(second)
 
 
-def test_every_event_has_a_type_of_its_own() -> None:
+def test_every_event_has_its_own_type() -> None:
     types = [event.model_fields["event_type"].default for event in ExecutionEvent.__subclasses__()]
 
     assert len(set(types)) == len(types) == 11

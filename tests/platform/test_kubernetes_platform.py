@@ -1,4 +1,4 @@
-"""The platform with `runner = "kubernetes"`, before a stand-in for the API server: no test here sees a cluster."""
+"""The platform with `runner = "kubernetes"`, on a stand-in for the API server instead of a cluster."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ttl_seconds = 60
 
 @dataclass
 class Setting:
-    """Servers, and processes of the platform that use them."""
+    """Servers and the processes of the platform that use them."""
 
     folder: Path
     kafka: KafkaSettings
@@ -97,10 +97,10 @@ async def setting(cluster: KubernetesStandIn, tmp_path: Path) -> AsyncIterator[S
     await database.close()
 
 
-async def test_a_worker_that_is_killed_leaves_its_job_to_the_next_one(
+async def test_the_next_worker_continues_with_the_job_of_a_killed_worker(
     setting: Setting, cluster: KubernetesStandIn, gate: Gate
 ) -> None:
-    """The script runs once, as its own journal says, though two workers ran the execution."""
+    """Two workers run the execution, but the journal shows that the script ran once."""
     publisher = EventPublisher(setting.kafka)
     with (
         setting.process("others", "coordinator", "saga-orchestrator", "result-processor") as others,
@@ -159,7 +159,7 @@ async def test_deleting_the_pod_ends_the_job(worker: PodWorker, cluster: Kuberne
 
 
 @pytest.mark.parametrize("way", ["by the next attempt", "by a check"])
-async def test_the_job_of_a_dead_worker_is_ended_when_its_pod_is_deleted(
+async def test_the_job_of_a_dead_worker_ends_when_its_pod_is_deleted(
     worker: PodWorker, cluster: KubernetesStandIn, database: Database, gate: Gate, way: str
 ) -> None:
     running = creating(worker, gate)

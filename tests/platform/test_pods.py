@@ -33,19 +33,19 @@ SECOND = replace(FIRST, number=2, fence=11)
 
 
 class FakeRunner:
-    """Ends when stopped, or immediately."""
+    """Ends runs when stopped, or immediately."""
 
     def __init__(self) -> None:
         self.runs = 0
         self.discarded: list[str] = []
         self.cannot_discard = False
         self.at_once = True
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
         self.may_end = asyncio.Event()
 
     async def run(self, pod_name: str, command: CreatePodCommand, stop: asyncio.Event) -> Run:
         self.runs += 1
-        self.begun.set()
+        self.started.set()
         if command.language != "python":
             raise UnsupportedLanguageError(command.language, ("python",))
         if self.at_once:
@@ -60,13 +60,13 @@ class FakeRunner:
 
     async def discard(self, pod_name: str) -> None:
         if self.cannot_discard:
-            raise ConnectionError("the cluster is away")
+            raise ConnectionError("the cluster is down")
         self.discarded.append(pod_name)
 
 
 @dataclass
 class Worker:
-    """The k8s worker as one process has it."""
+    """The k8s worker of one process."""
 
     pods: PodWorker
     runner: FakeRunner
@@ -74,10 +74,10 @@ class Worker:
     database: Database
 
     async def begin(self, attempt: Attempt = FIRST) -> asyncio.Task[Outcome]:
-        """Create the pod, up to the middle of its run."""
+        """Create the pod and return while its script runs."""
         self.runner.at_once = False
         task = asyncio.create_task(self.pods.create(CREATE, attempt))
-        await self.runner.begun.wait()
+        await self.runner.started.wait()
         return task
 
     async def row(self) -> tuple[str, int]:
@@ -85,7 +85,7 @@ class Worker:
             row = (await connection.execute(select(pods.c.state, pods.c.attempt))).one()
             return row.state, row.attempt
 
-    async def nobody_reports_it(self) -> None:
+    async def let_heartbeat_lapse(self) -> None:
         async with self.database.transaction() as connection:
             await connection.execute(update(pods).values(seen_at=0))
 
@@ -133,7 +133,7 @@ async def test_a_rerun_after_a_crash_runs_the_script_again_and_logs_it(
 async def test_a_rerun_after_the_run_publishes_the_same_outcome_without_running(
     worker: Worker, another: Worker
 ) -> None:
-    """The worker died between the end of the script and the publishing of its outcome."""
+    """The worker died after the script ended, before it published the outcome."""
     lost = await worker.pods.create(CREATE, FIRST)
 
     again = await another.pods.create(CREATE, SECOND)
@@ -152,7 +152,7 @@ async def test_both_attempts_announce_the_same_pod(worker: Worker, another: Work
     assert (first.event_id, fingerprint_of(first)) == (second.event_id, fingerprint_of(second))
 
 
-async def test_nothing_runs_while_the_broker_is_away(worker: Worker) -> None:
+async def test_no_script_runs_while_the_broker_is_down(worker: Worker) -> None:
     worker.publisher.broken = True
 
     with pytest.raises(PublishError):
@@ -161,8 +161,8 @@ async def test_nothing_runs_while_the_broker_is_away(worker: Worker) -> None:
     assert worker.runner.runs == 0
 
 
-async def test_an_attempt_that_was_overtaken_does_not_count(worker: Worker, another: Worker) -> None:
-    """It stalled beyond its lease, and somebody else has the pod."""
+async def test_the_outcome_of_a_superseded_attempt_is_ignored(worker: Worker, another: Worker) -> None:
+    """It stalled beyond its lease, and another worker has taken over the pod."""
     stalled = await worker.begin(FIRST)
     running = await another.begin(SECOND)
 
@@ -175,7 +175,7 @@ async def test_an_attempt_that_was_overtaken_does_not_count(worker: Worker, anot
     assert await worker.row() == ("ended", 2)
 
 
-async def test_an_attempt_that_comes_too_late_does_not_start(worker: Worker, another: Worker) -> None:
+async def test_an_outdated_attempt_does_not_start(worker: Worker, another: Worker) -> None:
     running = await worker.begin(SECOND)
 
     with pytest.raises(SupersededError):
@@ -186,7 +186,7 @@ async def test_an_attempt_that_comes_too_late_does_not_start(worker: Worker, ano
     await running
 
 
-async def test_an_execution_has_one_pod_whatever_is_commanded(worker: Worker, another: Worker) -> None:
+async def test_an_execution_cannot_have_a_second_pod(worker: Worker, another: Worker) -> None:
     running = await worker.begin()
 
     with pytest.raises(PermanentError, match="run by pod"):
@@ -196,7 +196,7 @@ async def test_an_execution_has_one_pod_whatever_is_commanded(worker: Worker, an
     await running
 
 
-async def test_deleting_ends_the_run(worker: Worker) -> None:
+async def test_deleting_a_pod_ends_its_run(worker: Worker) -> None:
     running = await worker.begin()
 
     assert await worker.pods.delete(DELETE) is None
@@ -206,7 +206,7 @@ async def test_deleting_ends_the_run(worker: Worker) -> None:
     assert (outcome.error_type, outcome.stdout) == ("deleted", "run 1")
 
 
-async def test_deleting_ends_a_run_of_another_worker(worker: Worker, another: Worker) -> None:
+async def test_deleting_a_pod_ends_its_run_in_another_worker(worker: Worker, another: Worker) -> None:
     running = await worker.begin()
 
     await another.pods.delete(DELETE)
@@ -227,7 +227,7 @@ async def test_an_execution_deleted_first_never_runs_and_both_return_the_same_ou
 
 
 async def test_deleting_twice_returns_the_same_outcome(worker: Worker, another: Worker) -> None:
-    """The worker died between the commit and the publishing."""
+    """The worker died between the commit and publishing."""
     lost = await worker.pods.delete(DELETE)
 
     assert await another.pods.delete(DELETE) == lost
@@ -252,10 +252,10 @@ async def test_a_rerun_of_a_deleted_execution_does_not_run(worker: Worker, anoth
 
 
 async def test_an_orphaned_deleted_pod_is_closed(worker: Worker, another: Worker) -> None:
-    """A pod whose worker has died and whose command is not redelivered."""
+    """Its worker has died and its command is not redelivered."""
     await cancelled(await worker.begin())
     await another.pods.delete(DELETE)
-    await another.nobody_reports_it()
+    await another.let_heartbeat_lapse()
 
     await another.pods.check()
     await another.pods.check()
@@ -267,7 +267,7 @@ async def test_an_orphaned_deleted_pod_is_closed(worker: Worker, another: Worker
 async def test_an_orphan_stays_open_until_its_outcome_is_published(worker: Worker, another: Worker) -> None:
     await cancelled(await worker.begin())
     await another.pods.delete(DELETE)
-    await another.nobody_reports_it()
+    await another.let_heartbeat_lapse()
     another.publisher.broken = True
 
     with pytest.raises(PublishError):
@@ -276,9 +276,9 @@ async def test_an_orphan_stays_open_until_its_outcome_is_published(worker: Worke
     assert await another.row() == ("running", 1)
 
 
-async def test_a_deleted_pod_that_is_reported_is_left_to_its_worker(worker: Worker, another: Worker) -> None:
+async def test_a_deleted_pod_with_a_live_worker_is_left_to_it(worker: Worker, another: Worker) -> None:
     running = await worker.begin()
-    await worker.nobody_reports_it()
+    await worker.let_heartbeat_lapse()
     await worker.pods.check()
     await another.pods.delete(DELETE)
 
@@ -289,7 +289,7 @@ async def test_a_deleted_pod_that_is_reported_is_left_to_its_worker(worker: Work
     await running
 
 
-async def test_the_remains_of_a_run_are_discarded_after_its_outcome_is_stored(worker: Worker) -> None:
+async def test_the_resources_of_a_run_are_discarded_after_its_outcome_is_stored(worker: Worker) -> None:
     running = await worker.begin()
     assert worker.runner.discarded == []
     worker.runner.may_end.set()
@@ -305,10 +305,10 @@ async def test_an_outcome_is_kept_if_discarding_fails(worker: Worker, caplog: py
     outcome = await worker.pods.create(CREATE, FIRST)
 
     assert isinstance(outcome, ExecutionCompleted)
-    assert "is left for the cluster to remove: the cluster is away" in caplog.text
+    assert "is left for the cluster to remove: the cluster is down" in caplog.text
 
 
-async def test_a_rerun_discards_the_remains_of_a_dead_worker(worker: Worker, another: Worker) -> None:
+async def test_a_rerun_discards_the_resources_of_a_dead_worker(worker: Worker, another: Worker) -> None:
     worker.runner.cannot_discard = True
     await worker.pods.create(CREATE, FIRST)
 
@@ -317,8 +317,8 @@ async def test_a_rerun_discards_the_remains_of_a_dead_worker(worker: Worker, ano
     assert (another.runner.runs, another.runner.discarded) == (0, [pod_name_of(FIRST.key)])
 
 
-async def test_an_attempt_that_was_overtaken_discards_nothing(worker: Worker, another: Worker) -> None:
-    """Somebody else goes on with what is there."""
+async def test_a_superseded_attempt_discards_nothing(worker: Worker, another: Worker) -> None:
+    """Another worker continues with its resources."""
     stalled = await worker.begin(FIRST)
     running = await another.begin(SECOND)
     worker.runner.may_end.set()
@@ -339,7 +339,7 @@ async def test_a_cancelled_run_discards_nothing(worker: Worker) -> None:
 async def test_an_orphaned_deleted_pod_is_discarded_before_it_is_closed(worker: Worker, another: Worker) -> None:
     await cancelled(await worker.begin())
     await another.pods.delete(DELETE)
-    await another.nobody_reports_it()
+    await another.let_heartbeat_lapse()
     another.runner.cannot_discard = True
 
     with pytest.raises(ConnectionError):
@@ -352,7 +352,7 @@ async def test_an_orphaned_deleted_pod_is_discarded_before_it_is_closed(worker: 
     assert await another.row() == ("ended", 1)
 
 
-async def test_another_language_is_a_failure_of_the_request(worker: Worker) -> None:
+async def test_an_unsupported_language_fails_the_execution(worker: Worker) -> None:
     command = CREATE.model_copy(update={"language": "cobol"})
 
     outcome = await worker.pods.create(command, FIRST)

@@ -17,7 +17,7 @@ TIMEOUT = ExecutionTimeout(execution_id="e1", timeout_seconds=5, resource_usage=
 
 
 async def store(database: Database, key: str, outcome: Outcome) -> Status | None:
-    """What the handler does, in a transaction of its own."""
+    """Store an outcome as the handler does, in its own transaction."""
     async with database.transaction() as connection:
         return await Results(connection).store(key, outcome)
 
@@ -37,13 +37,15 @@ async def rows(database: Database) -> list[tuple[object, ...]]:
     ],
     ids=["completed", "failed", "timeout"],
 )
-async def test_the_result_is_that_of_the_event(database: Database, outcome: Outcome, row: tuple[object, ...]) -> None:
+async def test_the_stored_result_matches_the_event(
+    database: Database, outcome: Outcome, row: tuple[object, ...]
+) -> None:
     assert await store(database, "k1", outcome) == row[0]
     assert await rows(database) == [row]
 
 
-async def test_a_rerun_stores_nothing_and_tells_the_same(database: Database) -> None:
-    """The worker died between the commit and the publishing."""
+async def test_a_rerun_stores_nothing_and_returns_the_same_status(database: Database) -> None:
+    """The worker died between the commit and publishing."""
     lost = await store(database, "k1", COMPLETED)
 
     assert await store(database, "k1", COMPLETED) == lost == "completed"
@@ -57,7 +59,7 @@ async def test_the_first_outcome_of_an_execution_counts(database: Database) -> N
     assert [row[0] for row in await rows(database)] == ["completed"]
 
 
-async def test_of_many_workers_that_store_one_result_all_tell_the_same(
+async def test_concurrent_workers_that_store_one_result_return_the_same_status(
     database: Database, settings: PlatformSection
 ) -> None:
     other = Database(settings.database_url)

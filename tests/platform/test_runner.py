@@ -81,11 +81,11 @@ async def test_a_run_returns_output_and_resource_usage(runner: SubprocessRunner)
     assert 40_000 < ended.usage.peak_memory_kib < 200_000
 
 
-async def test_the_exit_code_is_the_scripts(runner: SubprocessRunner) -> None:
+async def test_a_run_returns_the_exit_code_of_the_script(runner: SubprocessRunner) -> None:
     assert (await run(runner, "raise SystemExit(7)")).exit_code == 7
 
 
-async def test_a_script_sees_an_empty_folder_and_nothing_of_the_worker(
+async def test_a_script_has_an_empty_folder_and_no_environment_of_the_worker(
     runner: SubprocessRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "hidden")
@@ -95,25 +95,25 @@ async def test_a_script_sees_an_empty_folder_and_nothing_of_the_worker(
 
     ended = await run(runner, script)
 
-    # The interpreter sets LC_CTYPE itself where it finds no locale; 3 is the listing of the folder.
+    # The interpreter sets LC_CTYPE if it finds no locale; descriptor 3 is the folder being listed.
     assert ended.stdout.replace("'LC_CTYPE'", "") == "[] ['main.py'] '' ['0', '1', '2', '3']\n"
 
 
-async def test_a_script_that_sleeps_too_long_is_ended(runner: SubprocessRunner) -> None:
+async def test_a_script_is_ended_at_its_time_limit(runner: SubprocessRunner) -> None:
     ended = await run(runner, "import time; print('begun'); time.sleep(600)", timeout_seconds=1)
 
     assert (ended.end, ended.stdout) == (RunEnd.TIMED_OUT, "begun\n")
     assert 0.5 < ended.usage.wall_seconds < 20
 
 
-async def test_a_script_that_spins_meets_its_cpu_limit(runner: SubprocessRunner) -> None:
+async def test_a_script_is_ended_at_its_cpu_limit(runner: SubprocessRunner) -> None:
     ended = await run(runner, "while True: pass", timeout_seconds=60, cpu_limit=0.001)
 
     assert (ended.end, ended.exit_code) == (RunEnd.EXITED, -signal.SIGXCPU)
     assert 1.5 < ended.usage.cpu_seconds < 4
 
 
-async def test_a_script_does_not_get_more_memory_than_its_limit(runner: SubprocessRunner) -> None:
+async def test_a_script_cannot_exceed_its_memory_limit(runner: SubprocessRunner) -> None:
     ended = await run(runner, "x = bytearray(300_000_000)", memory_limit_mb=128)
 
     assert ended.exit_code == 1
@@ -121,7 +121,7 @@ async def test_a_script_does_not_get_more_memory_than_its_limit(runner: Subproce
     assert ended.usage.peak_memory_kib < 128 * 1024
 
 
-async def test_a_script_does_not_write_larger_files_than_its_limit(settings: PlatformSection) -> None:
+async def test_a_script_cannot_exceed_its_file_size_limit(settings: PlatformSection) -> None:
     runner = SubprocessRunner(settings.model_copy(update={"file_limit_bytes": 1_000}))
 
     ended = await run(runner, "open('f', 'wb', buffering=0).write(b'x' * 1_000); open('f', 'ab', 0).write(b'x')")
@@ -138,7 +138,9 @@ async def test_truncated_output_is_marked(runner: SubprocessRunner, settings: Pl
     assert note == f"[cut off here: {100_000 - settings.output_limit_bytes} more bytes]"
 
 
-async def test_a_script_that_floods_is_ended_and_takes_no_memory_here(settings: PlatformSection) -> None:
+async def test_a_script_that_floods_its_output_is_ended_without_using_memory_of_the_worker(
+    settings: PlatformSection,
+) -> None:
     runner = SubprocessRunner(settings.model_copy(update={"output_flood_bytes": 50_000_000}))
     before = psutil.Process().memory_info().rss
 
@@ -177,7 +179,7 @@ def new_children() -> Callable[[], list[psutil.Process]]:
 
 
 async def test_child_processes_end_with_the_script(runner: SubprocessRunner, tmp_path: Path) -> None:
-    """It has left the process group and lost its parent, but not its reaper."""
+    """The grandchild has left the process group and lost its parent, but not its reaper."""
     pid_file = tmp_path / "pid"
 
     ended = await run(runner, FORK_AWAY.format(pid_file=str(pid_file)))
@@ -203,7 +205,7 @@ async def test_a_cancelled_run_leaves_no_process_and_no_file(
     assert folders(tmp_path) == []
 
 
-async def test_a_run_that_is_cancelled_while_it_starts_leaves_nothing(
+async def test_a_run_cancelled_during_its_start_leaves_no_process_and_no_file(
     runner: SubprocessRunner, tmp_path: Path, new_children: Callable[[], list[psutil.Process]]
 ) -> None:
     for rounds in range(12):
@@ -217,23 +219,23 @@ async def test_a_run_that_is_cancelled_while_it_starts_leaves_nothing(
     assert folders(tmp_path) == []
 
 
-async def test_a_run_that_is_cancelled_once_it_was_started_waits_for_its_end(
+async def test_a_run_cancelled_after_its_process_started_waits_for_its_end(
     runner: SubprocessRunner, monkeypatch: pytest.MonkeyPatch, new_children: Callable[[], list[psutil.Process]]
 ) -> None:
-    """The moment between the start of the process and our knowing of it."""
-    start, started, may_know = asyncio.create_subprocess_exec, asyncio.Event(), asyncio.Event()
+    """Cancelled after the process has started, before its creation returns."""
+    start, started, may_return = asyncio.create_subprocess_exec, asyncio.Event(), asyncio.Event()
 
     async def start_slowly(*command: Any, **options: Any) -> asyncio.subprocess.Process:
         process = await start(*command, **options)
         started.set()
-        await may_know.wait()
+        await may_return.wait()
         return process
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_slowly)
     running = asyncio.create_task(run(runner, "import time; time.sleep(600)"))
     await started.wait()
     running.cancel()
-    asyncio.get_running_loop().call_soon(may_know.set)
+    asyncio.get_running_loop().call_soon(may_return.set)
     await asyncio.wait([running])
 
     assert running.cancelled()
@@ -280,7 +282,7 @@ async def test_a_script_that_kills_its_supervisor_dies_with_it(runner: Subproces
     await until(lambda: is_gone(int(pid_file.read_text())))
 
 
-async def test_many_scripts_run_side_by_side(runner: SubprocessRunner) -> None:
+async def test_many_scripts_run_concurrently(runner: SubprocessRunner) -> None:
     ended = await asyncio.gather(*(run(runner, f"print({number})") for number in range(12)))
 
     assert [run.stdout for run in ended] == [f"{number}\n" for number in range(12)]
@@ -296,6 +298,6 @@ async def test_no_file_descriptor_is_left_open(runner: SubprocessRunner) -> None
     assert open_files() == before
 
 
-async def test_another_language_is_refused(runner: SubprocessRunner) -> None:
+async def test_an_unsupported_language_is_refused(runner: SubprocessRunner) -> None:
     with pytest.raises(UnsupportedLanguageError, match="unsupported language cobol; supported: python"):
         await run(runner, "DISPLAY 'A'", language="cobol")

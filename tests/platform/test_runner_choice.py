@@ -1,4 +1,4 @@
-"""The runner is chosen by settings alone, and bad settings are refused before anything starts."""
+"""The runner is chosen by settings, and invalid settings are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_settings_choose_the_runner(cluster: KubernetesStandIn, tmp_path: 
     assert cluster.requests == []
 
 
-def test_the_client_is_imported_only_for_the_runner_that_needs_it() -> None:
+def test_the_kubernetes_client_is_imported_only_for_its_runner() -> None:
     message = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, check=True)
 
     assert message.stdout == "[]\n"
@@ -80,7 +80,7 @@ async def test_a_missing_client_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
             pass
 
 
-async def test_a_worker_outside_of_any_cluster_needs_a_kubeconfig(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_outside_a_cluster_needs_a_kubeconfig(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
 
     with pytest.raises(
@@ -99,7 +99,7 @@ async def test_a_worker_outside_of_any_cluster_needs_a_kubeconfig(monkeypatch: p
         ("apiVersion: v1\nkind: Config\n", None, ""),
         ("cluster", "another", "another"),
     ],
-    ids=["missing", "no YAML", "half YAML", "empty", "no such context"],
+    ids=["missing", "not YAML", "truncated YAML", "empty", "unknown context"],
 )
 async def test_an_unusable_kubeconfig_is_reported(
     cluster: KubernetesStandIn, tmp_path: Path, text: str | None, context: str | None, expected: str
@@ -128,16 +128,16 @@ async def test_an_unusable_kubeconfig_is_reported(
         ("[platform.kubernetes]\nuser_id = 0", "platform.kubernetes.user_id"),
         ('[platform.kubernetes]\nkubeconfg = "x"', "did you mean kubeconfig?"),
     ],
-    ids=["runner", "namespace", "language", "no image", "root", "a slip"],
+    ids=["runner", "namespace", "language", "no image", "root", "typo"],
 )
-def test_mistakes_are_reported(tmp_path: Path, text: str, expected: str) -> None:
+def test_invalid_settings_are_reported(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load(tmp_path, f"[platform]\n{text}\n")
 
     assert expected in str(refused.value)
 
 
-def test_a_finished_job_stays_for_longer_than_a_takeover_takes(tmp_path: Path) -> None:
+def test_the_ttl_of_a_finished_job_must_exceed_the_time_of_a_takeover(tmp_path: Path) -> None:
     lease = "[idempotency]\nprocessing_timeout_seconds = 300\n[kafka]\nsession_timeout_seconds = 45\n"
     runner = '[platform]\nrunner = "kubernetes"\n'
 
@@ -150,7 +150,7 @@ def test_a_finished_job_stays_for_longer_than_a_takeover_takes(tmp_path: Path) -
     assert (enough.platform.kubernetes.ttl_seconds, unused.platform.kubernetes.ttl_seconds) == (346, 345)
 
 
-def test_a_pod_may_start_until_its_saga_expires_and_no_longer(tmp_path: Path) -> None:
+def test_the_start_limit_of_a_pod_must_be_below_the_timeout_of_its_saga(tmp_path: Path) -> None:
     runner = '[platform]\nrunner = "kubernetes"\nsaga_timeout_seconds = 100\n'
 
     with pytest.raises(SettingsError) as refused:

@@ -42,7 +42,7 @@ TARGETS: dict[BaseEvent, SagaState] = {
 
 
 class Orchestrator:
-    """What the handlers do."""
+    """Does what the handlers do."""
 
     def __init__(self, database: Database, settings: PlatformSection, publisher: RecordingPublisher) -> None:
         self.database = database
@@ -58,7 +58,7 @@ class Orchestrator:
         async with self.database.reading() as connection:
             return SagaState((await connection.execute(select(sagas.c.state))).scalar_one())
 
-    async def let_it_be_late(self) -> None:
+    async def exceed_deadline(self) -> None:
         async with self.database.transaction() as connection:
             await connection.execute(update(sagas).where(sagas.c.deadline.is_not(None)).values(deadline=0))
 
@@ -85,7 +85,7 @@ async def test_no_command_is_published_before_the_execution_is_scheduled(orchest
 
 
 @pytest.mark.parametrize("events", list(permutations([REQUESTED, SCHEDULED])), ids=["in order", "overtaken"])
-async def test_request_and_schedule_may_come_in_any_order(
+async def test_request_and_schedule_can_arrive_in_any_order(
     orchestrator: Orchestrator, events: tuple[BaseEvent, ...]
 ) -> None:
     for event in events:
@@ -96,7 +96,7 @@ async def test_request_and_schedule_may_come_in_any_order(
 
 
 @pytest.mark.parametrize("end", [COMPLETED, FAILED, TIMEOUT], ids=lambda event: event.event_type)
-async def test_the_end_of_the_execution_ends_the_saga(orchestrator: Orchestrator, end: BaseEvent) -> None:
+async def test_an_ended_execution_ends_its_saga(orchestrator: Orchestrator, end: BaseEvent) -> None:
     for event in (REQUESTED, SCHEDULED, end):
         await orchestrator.handle(event)
 
@@ -104,7 +104,7 @@ async def test_the_end_of_the_execution_ends_the_saga(orchestrator: Orchestrator
     assert orchestrator.publisher.types == ["create_pod_command"]
 
 
-async def test_a_cancelled_execution_loses_its_pod(orchestrator: Orchestrator) -> None:
+async def test_the_pod_of_a_cancelled_execution_is_deleted(orchestrator: Orchestrator) -> None:
     for event in (REQUESTED, SCHEDULED, CANCELLED):
         await orchestrator.handle(event)
 
@@ -147,10 +147,10 @@ async def test_any_event_can_be_redelivered_in_any_state(
 
 @pytest.mark.parametrize("path", [[REQUESTED, SCHEDULED], [REQUESTED, SCHEDULED, CANCELLED]], ids=["create", "delete"])
 @pytest.mark.parametrize("repair", ["redelivery", "sweep"])
-async def test_a_command_that_was_owed_is_published_later(
+async def test_a_pending_command_is_published_later(
     orchestrator: Orchestrator, path: list[BaseEvent], repair: str
 ) -> None:
-    """The saga has moved, the broker is away, the worker dies."""
+    """The saga has changed its state, the broker is down, and the worker dies."""
     for event in path[:-1]:
         await orchestrator.handle(event)
     before = len(orchestrator.publisher.events)
@@ -166,7 +166,7 @@ async def test_a_command_that_was_owed_is_published_later(
 
 
 async def test_a_command_published_twice_is_the_same_event(orchestrator: Orchestrator, database: Database) -> None:
-    """The worker died between the publishing and the note that it is published."""
+    """The worker died after publishing, before it stored that the command is published."""
     await orchestrator.handle(REQUESTED)
     await orchestrator.handle(SCHEDULED)
     async with database.transaction() as connection:
@@ -179,10 +179,10 @@ async def test_a_command_published_twice_is_the_same_event(orchestrator: Orchest
     assert content_hash(first) == content_hash(second)
 
 
-async def test_a_late_saga_expires_and_its_pod_is_deleted(orchestrator: Orchestrator) -> None:
+async def test_an_overdue_saga_expires_and_its_pod_is_deleted(orchestrator: Orchestrator) -> None:
     await orchestrator.handle(REQUESTED)
     await orchestrator.handle(SCHEDULED)
-    await orchestrator.let_it_be_late()
+    await orchestrator.exceed_deadline()
 
     counts = [await orchestrator.sagas.sweep() for _ in range(2)]
 
@@ -191,7 +191,7 @@ async def test_a_late_saga_expires_and_its_pod_is_deleted(orchestrator: Orchestr
     assert await orchestrator.state() is SagaState.EXPIRED
 
 
-async def test_a_saga_in_time_is_left_alone(orchestrator: Orchestrator) -> None:
+async def test_a_saga_before_its_deadline_is_unchanged(orchestrator: Orchestrator) -> None:
     await orchestrator.handle(REQUESTED)
     await orchestrator.handle(SCHEDULED)
 
@@ -201,16 +201,16 @@ async def test_a_saga_in_time_is_left_alone(orchestrator: Orchestrator) -> None:
 
 async def test_a_saga_that_waits_for_a_slot_does_not_expire(orchestrator: Orchestrator) -> None:
     await orchestrator.handle(REQUESTED)
-    await orchestrator.let_it_be_late()
+    await orchestrator.exceed_deadline()
 
     assert await orchestrator.sagas.sweep() == 0
     assert await orchestrator.state() is SagaState.CREATED
 
 
-async def test_a_saga_that_has_ended_does_not_expire(orchestrator: Orchestrator) -> None:
+async def test_an_ended_saga_does_not_expire(orchestrator: Orchestrator) -> None:
     for event in (REQUESTED, SCHEDULED, COMPLETED):
         await orchestrator.handle(event)
-    await orchestrator.let_it_be_late()
+    await orchestrator.exceed_deadline()
 
     assert await orchestrator.sagas.sweep() == 0
     assert await orchestrator.state() is SagaState.COMPLETED
@@ -226,7 +226,7 @@ async def test_the_second_script_of_one_execution_is_ignored(orchestrator: Orche
     assert command.script == "print(1)"
 
 
-async def test_workers_that_handle_one_event_at_once_make_one_saga(orchestrator: Orchestrator) -> None:
+async def test_concurrent_workers_create_one_saga(orchestrator: Orchestrator) -> None:
     await asyncio.gather(*(orchestrator.handle(event) for event in [REQUESTED, SCHEDULED] * 8))
 
     assert await orchestrator.state() is SagaState.COMMANDED

@@ -1,4 +1,4 @@
-"""The result processor, whose records are in the database that it writes results into."""
+"""The result processor, with records and results in one database."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from services.events import ExecutionCompleted
 
 
 def store_of(database_url: str) -> dict[str, str]:
-    """The `[store]` that leads to the platform's database."""
+    """Return `[store]` settings for the platform's database."""
     url = make_url(database_url)
     if url.get_backend_name() == "sqlite":
         return {"kind": "sqlite", "path": str(url.database)}
@@ -94,7 +94,7 @@ def test_the_settings_decide_whether_records_are_in_the_platforms_database(
 
 
 @pytest.mark.parametrize(
-    ("store", "platform", "level", "said"),
+    ("store", "platform", "level", "message"),
     [
         ("postgresql://u:hunter2@db/shop", "postgresql+asyncpg://db:5432/shop", "INFO", "commit together with"),
         (
@@ -107,7 +107,7 @@ def test_the_settings_decide_whether_records_are_in_the_platforms_database(
     ],
 )
 async def test_the_log_reports_whether_records_and_results_commit_together(
-    store: str, platform: str, level: str, said: str, caplog: pytest.LogCaptureFixture
+    store: str, platform: str, level: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "providers")
     values = {"store": {"kind": "postgresql", "url": store}, "platform": {"database_url": platform}}
@@ -117,5 +117,5 @@ async def test_the_log_reports_whether_records_and_results_commit_together(
 
     (record,) = [one for one in caplog.records if one.name.startswith("providers")]
     assert record.levelname == level
-    assert said in record.getMessage()
+    assert message in record.getMessage()
     assert "hunter2" not in record.getMessage()

@@ -1,4 +1,4 @@
-"""The types of each way in, as a user's type checker sees them.  Checked by mypy; nothing here is run."""
+"""The types of each entry point, as a user's type checker sees them.  Checked by mypy; nothing here is run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from integr8s_idem import (
     idempotent,
 )
 from integr8s_idem.codecs import Codec, Headers
-from integr8s_idem.integrations import aiokafka as loops_of_aiokafka
-from integr8s_idem.integrations import confluent as loops_of_confluent
+from integr8s_idem.integrations import aiokafka as aiokafka_loops
+from integr8s_idem.integrations import confluent as confluent_loops
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware
 from integr8s_idem.integrations.httpx import BlockingRetryingTransport, RetryingTransport, idempotency_key
@@ -81,7 +81,7 @@ async def a_decorated_function_keeps_its_type(desk: Desk) -> None:
     running.close()
 
 
-async def a_wrong_argument_is_seen() -> None:
+async def a_wrong_argument_is_an_error() -> None:
     await refund(7, Decimal(1))  # type: ignore[arg-type]
     invoice("7", pages=2)  # type: ignore[call-arg]
 
@@ -96,12 +96,12 @@ async def a_step_has_the_type_of_its_function(steps: Steps, manager: Idempotency
     assert_type(await manager.steps().run("ship", reserve, order_id="7", once=Once.AT_MOST_ONCE), list[int])
 
 
-async def a_batch_has_a_verdict_for_each_key(manager: IdempotencyManager, ours: Sequence[Reserved]) -> None:
+async def a_batch_has_a_verdict_for_each_key(manager: IdempotencyManager, reservations: Sequence[Reserved]) -> None:
     verdicts = await manager.acquire_batch(["order:1", "order:2"])
     assert_type(verdicts, dict[str, Verdict])
-    assert_type(await manager.confirm_batch(ours), list[bool])
-    assert_type(await manager.confirm_batch({ours[0]: {"receipt": 1}}), list[bool])
-    assert_type(await manager.release_batch(ours), list[bool])
+    assert_type(await manager.confirm_batch(reservations), list[bool])
+    assert_type(await manager.confirm_batch({reservations[0]: {"receipt": 1}}), list[bool])
+    assert_type(await manager.release_batch(reservations), list[bool])
 
 
 class OrderPaid(BaseEvent):
@@ -147,7 +147,7 @@ def a_batch_handler_keeps_its_type(router: EventRouter) -> None:
     router.on_batch(OrderPlaced, name="again")(kept)
 
 
-async def a_loop_gives_what_its_function_returns(
+async def a_loop_returns_the_type_of_its_function(
     consumer: AIOKafkaConsumer, blocking: Consumer, manager: IdempotencyManager
 ) -> None:
     async def charge(record: ConsumerRecord[Any, Any]) -> int:
@@ -156,20 +156,20 @@ async def a_loop_gives_what_its_function_returns(
     def charge_plainly(message: Message) -> str:
         return message.topic() or ""
 
-    key = loops_of_aiokafka.by_header("event_id")
-    async for delivery in loops_of_aiokafka.guarded(consumer, manager, key=key):
+    key = aiokafka_loops.by_header("event_id")
+    async for delivery in aiokafka_loops.guarded(consumer, manager, key=key):
         assert_type(await delivery.run(charge), int)
-    for one in loops_of_confluent.guarded(blocking, manager, key=loops_of_confluent.by_header("event_id")):
+    for one in confluent_loops.guarded(blocking, manager, key=confluent_loops.by_header("event_id")):
         assert_type(one.run(charge_plainly), str)
 
 
-def a_middleware_goes_where_starlette_takes_one(app: Starlette, manager: IdempotencyManager) -> None:
+def starlette_accepts_the_middleware(app: Starlette, manager: IdempotencyManager) -> None:
     app.add_middleware(
         IdempotencyKeyMiddleware, manager=manager, required=True, identity=lambda asking: str(asking.user.id)
     )
 
 
-async def clients_take_the_transports() -> None:
+async def clients_accept_the_transports() -> None:
     httpx.AsyncClient(transport=RetryingTransport(httpx.AsyncHTTPTransport()))
     httpx.Client(transport=BlockingRetryingTransport(httpx.HTTPTransport()))
     assert_type(idempotency_key("order-7"), str)
@@ -180,11 +180,11 @@ class AvroCodec:
         return {"event_id": body.decode()}
 
 
-def a_codec_of_ones_own_is_one() -> Codec:
+def a_custom_codec_implements_the_protocol() -> Codec:
     return AvroCodec()
 
 
-def offsets_are_said_for_each_partition(records: Sequence[ConsumerRecord[Any, Any]]) -> None:
+def committable_offsets_are_keyed_by_partition(records: Sequence[ConsumerRecord[Any, Any]]) -> None:
     assert_type(committable_offsets(records, undone={("orders", 0, 17)}), dict[tuple[str, int], int])
 
 
@@ -192,19 +192,19 @@ async def ask(connection: HTTPConnection) -> str:
     return str(connection.user.id)
 
 
-def a_middleware_goes_where_litestar_takes_one(manager: IdempotencyManager) -> None:
+def litestar_accepts_the_middleware(manager: IdempotencyManager) -> None:
     app = Litestar(middleware=[DefineMiddleware(IdempotencyKeyMiddleware, manager=manager, identity=anyone)])
     app.asgi_handler = IdempotencyKeyMiddleware(app.asgi_handler, manager=manager, identity=ask)
 
 
-def an_openapi_document_stays_one(document: dict[str, Any]) -> None:
+def an_openapi_document_keeps_its_type(document: dict[str, Any]) -> None:
     assert_type(with_idempotency_keys(document, required=True), dict[str, Any])
 
 
-def a_middleware_goes_where_faststream_takes_one(manager: IdempotencyManager) -> None:
+def faststream_accepts_the_middleware(manager: IdempotencyManager) -> None:
     async def keep(record: Any, error: Exception) -> None: ...
 
-    guard = IdempotencyMiddleware(manager, key=loops_of_aiokafka.by_header("event_id"), given_up=keep)
+    guard = IdempotencyMiddleware(manager, key=aiokafka_loops.by_header("event_id"), given_up=keep)
     guard.check(KafkaBroker("localhost:9092", middlewares=[guard]))
 
 
@@ -213,7 +213,7 @@ async def mail(address: str) -> bool:
     return True
 
 
-async def policies_are_named_by_strings_too(manager: IdempotencyManager) -> None:
+async def policies_can_be_given_as_strings(manager: IdempotencyManager) -> None:
     assert_type(await mail("a@b.example"), bool)
     await manager.run("order:1", lambda: mail("a"), on_failure="retry", on_in_progress="raise")
     await manager.run("order:1", lambda: mail("a"), on_failure="blokc")  # type: ignore[arg-type]

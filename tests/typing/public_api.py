@@ -69,31 +69,31 @@ async def a_run_has_the_type_of_its_function(manager: IdempotencyManager) -> Non
     await manager.run("order:1", nothing)
 
 
-async def a_verdict_is_a_union_without_a_rest(manager: IdempotencyManager) -> str:
+async def a_verdict_is_an_exhaustive_union(manager: IdempotencyManager) -> str:
     verdict = await manager.reserve("order:1")
     assert_type(verdict, Reserved | InProgress | Completed | Failed | KeyReused | Corrupt)
     match verdict:
         case Reserved(attempt=attempt):
-            return f"ours, attempt {assert_type(attempt, int)}"
+            return f"reserved, attempt {assert_type(attempt, int)}"
         case InProgress(retry_after=retry_after):
-            return f"ask again in {assert_type(retry_after, timedelta)}"
+            return f"retry after {assert_type(retry_after, timedelta)}"
         case Completed() | Failed() | KeyReused() | Corrupt():
             return "no"
 
 
-async def the_verbs_of_the_manager(manager: IdempotencyManager, ours: Reserved) -> None:
+async def manager_operations_have_exact_types(manager: IdempotencyManager, reservation: Reserved) -> None:
     assert_type(await manager.reserve_many(["order:1"]), list[Verdict])
-    assert_type(await manager.renew(ours), list[bool])
-    assert_type(await manager.complete(ours, {"receipt": 1}), bool)
-    assert_type(manager.completion(ours), Completion)
-    assert_type(await manager.fail(ours, "no money"), bool)
-    assert_type(await manager.release(ours, ours), list[bool])
+    assert_type(await manager.renew(reservation), list[bool])
+    assert_type(await manager.complete(reservation, {"receipt": 1}), bool)
+    assert_type(manager.completion(reservation), Completion)
+    assert_type(await manager.fail(reservation, "no money"), bool)
+    assert_type(await manager.release(reservation, reservation), list[bool])
     assert_type(await manager.get("order:1"), IdempotencyRecord | None)
     assert_type(await manager.delete("order:1"), bool)
     assert_type(await manager.count_active(), int)
 
 
-async def every_store_keeps_the_protocol(
+async def every_store_implements_the_protocol(
     memory: MemoryIdempotencyRepository, redis: RedisIdempotencyRepository
 ) -> None:
     stores: list[IdempotencyRepository] = [memory, redis]
@@ -111,7 +111,7 @@ async def a_handler_keeps_its_type(router: EventRouter) -> None:
     assert_type(router.events, tuple[type[BaseEvent], ...])
 
 
-def a_dispatcher_knows_its_manager(router: EventRouter, manager: IdempotencyManager) -> None:
+def a_dispatcher_exposes_its_manager(router: EventRouter, manager: IdempotencyManager) -> None:
     assert_type(EventDispatcher(router).manager, IdempotencyManager | None)
     assert_type(IdempotentEventDispatcher(router, manager, ttl=timedelta(days=8)).manager, IdempotencyManager)
     resolver = KeyResolver(KeyStrategy.CUSTOM, custom=lambda event: event.event_id)
@@ -123,7 +123,7 @@ async def a_guarded_call_is_any(manager: IdempotencyManager, event: OrderPlaced)
     assert_type(await with_idempotency(event, nothing, manager, key_strategy=KeyStrategy.CONTENT_HASH), Any)
 
 
-def what_a_handler_is_given(attempt: Attempt, outgoing: Outgoing, event: OrderPlaced) -> None:
+def handler_parameters_have_exact_types(attempt: Attempt, outgoing: Outgoing, event: OrderPlaced) -> None:
     assert_type(attempt.number, int)
     assert_type(attempt.fence, int)
     assert_type(attempt.deadline, float)
@@ -133,7 +133,7 @@ def what_a_handler_is_given(attempt: Attempt, outgoing: Outgoing, event: OrderPl
     outgoing.publish(event)
 
 
-def settings_have_the_class_that_was_asked_for() -> None:
+def settings_have_the_requested_class() -> None:
     assert_type(load_settings(), Settings)
     assert_type(load_settings(None, ShopSettings), ShopSettings)
     assert_type(Settings().idempotency_for("billing"), IdempotencyConfig)
@@ -147,7 +147,7 @@ async def a_platform_runs(platform: Platform, publisher: EventPublisher, event: 
     await publisher.publish(event, event)
 
 
-def errors_tell_what_they_know(lost: LeaseLostError) -> None:
+def errors_expose_typed_attributes(lost: LeaseLostError) -> None:
     assert_type(lost.lease, timedelta)
     assert_type(lost.retryable, bool)
     raise PermanentError("the card was stolen") from lost
