@@ -66,7 +66,8 @@ def _judge(number: int, runs: Counter[str], broker: FakeBroker, duplicates: int)
     dead_letters = broker.values("order_placed.dlq")
     if lost or repeated or dead_letters or duplicates != EVENTS * (COPIES - 1):
         raise ViolationError(
-            f"storm {number}: {lost} lost, {repeated} repeated, {len(dead_letters)} dead letters, {duplicates} duplicates"
+            f"storm {number}: {lost} lost, {repeated} repeated, {len(dead_letters)} dead-lettered, "
+            f"{duplicates} duplicates"
         )
 
 

@@ -22,9 +22,9 @@ from integr8s_idem.records import Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.crash_points import CrashPlan, CrashPoint
 from tests.crashes import points
-from tests.crashes.forks import Nursery
-from tests.crashes.ground import open_ground
-from tests.crashes.lone import lone_job
+from tests.crashes.forks import ForkServer
+from tests.crashes.ground import open_servers
+from tests.crashes.lone import crash_one_job
 from tests.crashes.renewing import manager_of
 from tests.kafka_faults.tools import need_kafka
 from tests.support.conditions import eventually
@@ -68,8 +68,8 @@ RUNS = {
 async def test_after_one_death_a_job_runs_again_only_if_it_was_begun_and_is_not_completed() -> None:
     need_kafka(own=True)
 
-    async with open_ground() as ground, Nursery() as nursery:
-        told = await asyncio.gather(*(lone_job(ground, nursery, point) for point in RUNS))
+    async with open_servers() as servers, ForkServer() as fork_server:
+        told = await asyncio.gather(*(crash_one_job(servers, fork_server, point) for point in RUNS))
 
     assert dict(zip(RUNS, told, strict=True)) == RUNS
 
@@ -87,10 +87,10 @@ async def test_of_a_process_that_dies_around_a_renewal_the_work_is_taken_over_wi
         arguments = ["-m", "tests.crashes.renewing", redis_url, str(tmp_path), point.value, str(LEASE)]
         holder = await asyncio.create_subprocess_exec(sys.executable, *arguments)
         await eventually(lambda: point.value in {line.work for line in effects.lines()})
-        heir = asyncio.create_task(begun_by_the_next(redis_client, point.value))
+        successor = asyncio.create_task(begun_by_the_next(redis_client, point.value))
         assert await holder.wait() == -signal.SIGKILL
         died_at = time.monotonic()
-        return await heir - died_at
+        return await successor - died_at
 
     seconds = await asyncio.gather(*map(taken_over, RENEWALS))
 

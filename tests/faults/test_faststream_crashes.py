@@ -17,12 +17,12 @@ from integr8s_idem import IdempotencyStatus
 from integr8s_idem.testing.crash_points import CrashPoint
 from tests.campaigns.figures import Figures
 from tests.crashes import subscribing_points as points
-from tests.crashes.forks import Nursery
-from tests.crashes.ground import Ground, open_ground
+from tests.crashes.forks import ForkServer
+from tests.crashes.ground import Servers, open_servers
 from tests.crashes.jobs import Job
-from tests.crashes.judging import last_words
+from tests.crashes.judging import log_tail
 from tests.crashes.subscribing import SHAPES, Shape
-from tests.crashes.subscribing_points import COMMIT, COMPLETE, KINDS, MODULE, POINTS, PUBLISH, Trial, lone_death
+from tests.crashes.subscribing_points import COMMIT, COMPLETE, KINDS, MODULE, POINTS, PUBLISH, Trial, crash_once
 from tests.kafka_faults.tools import need_kafka
 from tests.support.conditions import eventually
 
@@ -68,13 +68,13 @@ async def all_at_once() -> Outcome:
     slots = asyncio.Semaphore(SIDE_BY_SIDE)
     plain = next(iter(SHAPES))
     deaths = [(shape, point) for shape in SHAPES for point in (POINTS if shape == plain else OF_EVERY_ORDER)]
-    async with open_ground(kinds=KINDS) as ground, Nursery(MODULE) as nursery:
+    async with open_servers(kinds=KINDS) as servers, ForkServer(MODULE) as fork_server:
 
         async def lone(shape: str, point: CrashPoint) -> list[int]:
             async with slots:
-                return (await lone_death(ground, nursery, shape, point))[0]
+                return (await crash_once(servers, fork_server, shape, point))[0]
 
-        trials = asyncio.create_task(points.run_on(ground, nursery, range(points.CAMPAIGN.in_test)))
+        trials = asyncio.create_task(points.run_on(servers, fork_server, range(points.CAMPAIGN.in_test)))
         told = await asyncio.gather(*(lone(*death) for death in deaths), return_exceptions=True)
         (figures,) = await asyncio.gather(trials, return_exceptions=True)
     return Outcome(dict(zip(deaths, told, strict=True)), figures)
@@ -111,27 +111,27 @@ def test_subscribers_under_load_that_die_again_and_again_lose_nothing(outcome: O
 @pytest.mark.scenario(118)
 async def test_while_the_broker_takes_no_answer_nothing_is_acknowledged_and_the_handler_is_not_run_again() -> None:
     need_kafka(own=True)
-    async with open_ground(kinds=("sqlite",)) as ground, Nursery(MODULE) as nursery:
+    async with open_servers(kinds=("sqlite",)) as servers, ForkServer(MODULE) as fork_server:
         trial = Trial(
-            ground, nursery, "outage", "scope_commits", "sqlite", partitions=1, request_timeout=1.0, max_attempts=1
+            servers, fork_server, "outage", "scope_commits", "sqlite", partitions=1, request_timeout=1.0, max_attempts=1
         )
-        await _outage(ground, nursery, trial)
+        await _outage(servers, fork_server, trial)
 
 
-async def _outage(ground: Ground, nursery: Nursery, trial: Trial) -> None:
-    async with trial.opened() as topics:
+async def _outage(servers: Servers, fork_server: ForkServer, trial: Trial) -> None:
+    async with trial.resources() as topics:
         await topics.publish([Job(work="one")])
         stalls = replace(trial.order, point=CrashPoint.BEFORE_PUBLISH.value, stalls=True, lease=60.0)
-        worker = await nursery.start(stalls)
+        worker = await fork_server.start(stalls)
         await eventually((trial.folder / "stalled").exists)
-        ground.broker.kill()
+        servers.broker.kill()
         worker.send_signal(signal.SIGCONT)
-        await eventually(lambda: "does not take what is published" in last_words(trial.folder))
+        await eventually(lambda: "does not take what is published" in log_tail(trial.folder))
 
-        (record,) = [record async for record in ground.store.scan("outage:")]
+        (record,) = [record async for record in servers.store.scan("outage:")]
         assert record.status is IdempotencyStatus.PROCESSING
         assert record.attempt == 1
 
-        ground.broker.start()
+        servers.broker.start()
         assert await trial.live(topics, worker) == 0
         assert await trial.verdict(topics) == {"one": [1]}

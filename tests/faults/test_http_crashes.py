@@ -15,9 +15,9 @@ import pytest
 from integr8s_idem.testing.crash_points import CrashPoint
 from tests.campaigns.figures import Figures
 from tests.crashes import serving_points as points
-from tests.crashes.forks import Nursery
+from tests.crashes.forks import ForkServer
 from tests.crashes.serving import SHAPES, TRANSACTIONAL
-from tests.crashes.serving_points import MODULE, RESPONSE, WAY, lone_death, open_ground
+from tests.crashes.serving_points import MODULE, ORDERED_POINTS, RESPONSE, crash_once, open_servers
 from tests.crashes.subscribing_points import COMMIT, COMPLETE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -59,14 +59,14 @@ def outcome() -> Outcome:
 
 async def all_at_once() -> Outcome:
     slots = asyncio.Semaphore(SIDE_BY_SIDE)
-    deaths = [(shape, point) for shape in SHAPES for point in (WAY if shape in WHOLE else OF_EVERY_SHAPE)]
-    async with open_ground() as ground, Nursery(MODULE) as nursery:
+    deaths = [(shape, point) for shape in SHAPES for point in (ORDERED_POINTS if shape in WHOLE else OF_EVERY_SHAPE)]
+    async with open_servers() as servers, ForkServer(MODULE) as fork_server:
 
         async def lone(shape: str, point: CrashPoint) -> list[int]:
             async with slots:
-                return await lone_death(ground, nursery, shape, point)
+                return await crash_once(servers, fork_server, shape, point)
 
-        trials = asyncio.create_task(points.run_on(ground, nursery, range(points.CAMPAIGN.in_test)))
+        trials = asyncio.create_task(points.run_on(servers, fork_server, range(points.CAMPAIGN.in_test)))
         told = await asyncio.gather(*(lone(*death) for death in deaths), return_exceptions=True)
         (figures,) = await asyncio.gather(trials, return_exceptions=True)
     return Outcome(dict(zip(deaths, told, strict=True)), figures)
@@ -93,12 +93,12 @@ def test_wherever_a_server_dies_its_requests_are_answered_and_repeat_only_betwee
     assert {point: told[point] for point in ROWS if point in told} == {
         point: rows for point, rows in ROWS.items() if point in told
     }
-    assert len(told) == len(WAY if shape in WHOLE else OF_EVERY_SHAPE)
+    assert len(told) == len(ORDERED_POINTS if shape in WHOLE else OF_EVERY_SHAPE)
 
 
 @pytest.mark.scenario(120)
 def test_in_the_transaction_of_its_effect_no_request_is_done_twice_wherever_its_server_dies(outcome: Outcome) -> None:
-    assert rows_of(outcome, TRANSACTIONAL) == {point: [1] for point in WAY}
+    assert rows_of(outcome, TRANSACTIONAL) == {point: [1] for point in ORDERED_POINTS}
 
 
 @pytest.mark.scenario(119, 120)

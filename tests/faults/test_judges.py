@@ -147,7 +147,7 @@ async def test_a_run_that_was_overtaken_may_begin_late_unless_nobody_lived(prepa
     await keys.look()
 
     run_once(prepared, attempt(1, told.fence - 2))
-    await keys.look(nobody_lives=True)
+    await keys.look(no_worker_running=True)
     run_once(prepared, attempt(1, told.fence - 1))
 
     with pytest.raises(ViolationError, match="was completed after 2 runs"):

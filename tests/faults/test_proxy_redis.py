@@ -134,13 +134,13 @@ async def test_a_worker_that_dies_inside_reserve_delays_its_event_by_one_lease(
         proxy.take_away(held)
 
         began = time.monotonic()
-        async with open_redis_shop(effects, server.address, lease=6) as heir:
-            heir.publish(doomed.published[-1])
-            await heir.settled()
+        async with open_redis_shop(effects, server.address, lease=6) as successor:
+            successor.publish(doomed.published[-1])
+            await successor.settled()
 
-            assert heir.attempts("1") == [2]
+            assert successor.attempts("1") == [2]
             assert time.monotonic() - began < 6 + SLOW_MACHINE
-            assert heir.observer.counts[Signal.TAKEOVER] == 1
+            assert successor.observer.counts[Signal.TAKEOVER] == 1
     proxy.reset()
 
 
@@ -161,12 +161,12 @@ async def test_a_worker_that_dies_inside_complete_leaves_its_work_done(
         proxy.put(HalfOpen())
         await crash(doomed)
 
-        async with open_redis_shop(effects, server.address, lease=2) as heir:
-            heir.publish(doomed.published[-1])
-            await heir.settled()
+        async with open_redis_shop(effects, server.address, lease=2) as successor:
+            successor.publish(doomed.published[-1])
+            await successor.settled()
 
-            assert heir.tally.duplicates == 1
-            assert heir.attempts("1") == [1]
+            assert successor.tally.duplicates == 1
+            assert successor.attempts("1") == [1]
     proxy.reset()
 
 

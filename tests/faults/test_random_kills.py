@@ -23,9 +23,9 @@ from integr8s_idem.engine.work import SUSPECT_AFTER
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from tests.campaigns.figures import ViolationError
 from tests.crashes import random_kills, soak
-from tests.crashes.crew import Crew
-from tests.crashes.forks import Nursery
-from tests.crashes.ground import Ground, open_ground
+from tests.crashes.crew import WorkerGroup
+from tests.crashes.forks import ForkServer
+from tests.crashes.ground import Servers, open_servers
 from tests.crashes.jobs import Job
 from tests.kafka_faults import servers
 from tests.kafka_faults.application import TaskGiven
@@ -51,10 +51,10 @@ AT_ONCE = 8.0
 
 
 @pytest.fixture
-async def ground() -> AsyncIterator[Ground]:
+async def servers() -> AsyncIterator[Servers]:
     need_kafka(own=True)
-    async with open_ground() as ground:
-        yield ground
+    async with open_servers() as servers:
+        yield servers
 
 
 @pytest.mark.slow
@@ -72,38 +72,44 @@ def test_workers_killed_at_random_moments_lose_nothing_and_keep_the_order_of_eac
 
 @pytest.mark.slow
 @pytest.mark.scenario(30)
-async def test_a_message_that_kills_every_worker_is_dead_lettered_and_its_partition_moves_on(ground: Ground) -> None:
-    async with Nursery() as nursery, Crew.hired(ground, nursery, "deadly", random.Random(0), size=0) as crew:
+async def test_a_message_that_kills_every_worker_is_dead_lettered_and_its_partition_moves_on(servers: Servers) -> None:
+    async with (
+        ForkServer() as fork_server,
+        WorkerGroup.open(servers, fork_server, "deadly", random.Random(0), size=0) as worker_group,
+    ):
         deadly = Job(work="killer", kind="deadly", aggregate_id="one")
         behind = Job(work="behind", aggregate_id="one")
-        await crew.topics.publish([deadly, behind])
+        await worker_group.topics.publish([deadly, behind])
         for _ in range(SUSPECT_AFTER + ATTEMPTS):
-            worker = await crew.start(ordering="partition", max_attempts=ATTEMPTS)
+            worker = await worker_group.start(ordering="partition", max_attempts=ATTEMPTS)
             assert await asyncio.wait_for(asyncio.shield(worker.ended), 60) == -signal.SIGKILL
 
-        crew.workers.append(await crew.start(ordering="partition", max_attempts=ATTEMPTS))
-        await crew.quiet()
+        worker_group.workers.append(await worker_group.start(ordering="partition", max_attempts=ATTEMPTS))
+        await worker_group.wait_until_settled()
 
-        (letter,) = await crew.topics.messages("job.dlq")
+        (letter,) = await worker_group.topics.messages("job.dlq")
         assert header(letter, "error-class") == "CrashedTooOftenError"
         assert header(letter, "attempts") == str(SUSPECT_AFTER + ATTEMPTS + 1)
-        runs = Counter(line.work for line in crew.effects.lines() if line.what == "begin")
+        runs = Counter(line.work for line in worker_group.effects.lines() if line.what == "begin")
         assert runs == {"killer": SUSPECT_AFTER + ATTEMPTS, "behind": 1}
-        assert await crew.workers[0].end(signal.SIGTERM) == 0
+        assert await worker_group.workers[0].end(signal.SIGTERM) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.scenario(30)
-async def test_one_event_that_kills_its_workers_takes_none_of_thirty_neighbors_along(ground: Ground) -> None:
-    async with Nursery() as nursery, Crew.hired(ground, nursery, "neighbors", random.Random(0), size=0) as crew:
+async def test_one_event_that_kills_its_workers_takes_none_of_thirty_neighbors_along(servers: Servers) -> None:
+    async with (
+        ForkServer() as fork_server,
+        WorkerGroup.open(servers, fork_server, "neighbors", random.Random(0), size=0) as worker_group,
+    ):
         deadly = Job(work="killer", kind="deadly", seconds=HEALTHY / 5, aggregate_id="killer")
         healthy = [Job(work=f"healthy-{each}", seconds=HEALTHY, aggregate_id=f"{each}") for each in range(30)]
-        await crew.topics.publish([*healthy[:15], deadly, *healthy[15:]])
+        await worker_group.topics.publish([*healthy[:15], deadly, *healthy[15:]])
         crashes = 0
-        while not await crew.topics.settled(crew.order.group):
-            worker = await crew.start(ordering="none", max_attempts=5)
-            settled = asyncio.create_task(crew.quiet())
+        while not await worker_group.topics.settled(worker_group.order.group):
+            worker = await worker_group.start(ordering="none", max_attempts=5)
+            settled = asyncio.create_task(worker_group.wait_until_settled())
             either: set[asyncio.Future[Any]] = {settled, worker.ended}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             settled.cancel()
@@ -112,9 +118,9 @@ async def test_one_event_that_kills_its_workers_takes_none_of_thirty_neighbors_a
             else:
                 assert await worker.end(signal.SIGTERM) == 0
 
-        letters = await crew.topics.messages("job.dlq")
+        letters = await worker_group.topics.messages("job.dlq")
         assert [header(letter, "error-class") for letter in letters] == ["CrashedTooOftenError"]
-        done = {line.work for line in crew.effects.lines() if line.what == "effect"}
+        done = {line.work for line in worker_group.effects.lines() if line.what == "effect"}
         assert done == {job.work for job in healthy}
         assert crashes <= SUSPECT_AFTER + 5
 
@@ -234,10 +240,10 @@ def test_a_leak_of_two_megabytes_an_hour_is_found_in_half_an_hour_of_noise(tmp_p
 
 
 def write_samples(path: Path, *, bytes_an_hour: float) -> None:
-    dice = random.Random(3)
+    rng = random.Random(3)
     seconds = range(0, 1800, 2)
     lines = [
-        [at, 90 * 2**20 + bytes_an_hour * at / 3600 + dice.gauss(0, 2**20 / 10) + (at // 60 % 2) * 2**19, 10**6, 20, 15]
+        [at, 90 * 2**20 + bytes_an_hour * at / 3600 + rng.gauss(0, 2**20 / 10) + (at // 60 % 2) * 2**19, 10**6, 20, 15]
         for at in seconds
     ]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -11,7 +11,7 @@ import pytest
 from tests.kafka_faults.application import TaskGiven
 from tests.kafka_faults.tools import need_kafka
 from tests.kafka_faults.zombies import Pair, open_pair
-from tests.stalled_starts.campaign import CAMPAIGN, control_of, open_ground, run_trials
+from tests.stalled_starts.campaign import CAMPAIGN, control_of, open_servers, run_trials
 
 
 @pytest.mark.timeout(300)
@@ -46,8 +46,8 @@ SLOW_AND_HEALTHY = (
 def test_leases_of_events_that_wait_behind_slow_handlers_are_renewed_and_nobody_takes_them_over() -> None:
     plans = {number: control_of(number, entry, kind) for number, (entry, kind) in enumerate(SLOW_AND_HEALTHY)}
 
-    with open_ground(sorted({kind for _, kind in SLOW_AND_HEALTHY})) as ground:
-        figures = asyncio.run(run_trials(ground, plans, plans))
+    with open_servers(sorted({kind for _, kind in SLOW_AND_HEALTHY})) as servers:
+        figures = asyncio.run(run_trials(servers, plans, plans))
 
     assert figures["controls"] == len(SLOW_AND_HEALTHY)
     assert figures["takeovers"] == 0

@@ -14,9 +14,9 @@ import pytest
 from integr8s_idem.testing.crash_points import CrashPoint
 from tests.campaigns.figures import Figures, ViolationError
 from tests.crashes import store_points, transactional, transactional_zombies
-from tests.crashes.forks import Nursery
-from tests.crashes.ground import Ground, open_ground
-from tests.crashes.points import LIVES, OF_TRANSACTIONS, run_on
+from tests.crashes.forks import ForkServer
+from tests.crashes.ground import Servers, open_servers
+from tests.crashes.points import LIVES, TRANSACTION_POINTS, run_on
 from tests.crashes.store_points import StoreTrial
 from tests.crashes.transactional import KINDS, POINTS, TransactionalTrial, points_of
 from tests.crashes.transactional_zombies import ZombieTrial
@@ -51,25 +51,29 @@ def outcome() -> Outcome:
 
 async def all_at_once() -> Outcome:
     kinds = dict.fromkeys((*transactional.KINDS, *store_points.KINDS))
-    async with open_ground(kinds=kinds) as ground, Nursery() as nursery:
-        transactional_trials = run_on(ground, nursery, range(transactional.CAMPAIGN.in_test), TransactionalTrial, 5)
+    async with open_servers(kinds=kinds) as servers, ForkServer() as fork_server:
+        transactional_trials = run_on(
+            servers, fork_server, range(transactional.CAMPAIGN.in_test), TransactionalTrial, 5
+        )
         # Numbers of their own: a trial's topics and its folder have its number for a name.
         numbers = range(1000, 1000 + store_points.CAMPAIGN.in_test)
-        stand_alone_trials = run_on(ground, nursery, numbers, StoreTrial, 4)
-        stalls = run_on(ground, nursery, range(3000, 3000 + transactional_zombies.CAMPAIGN.in_test), ZombieTrial, 4)
-        mistaken = [mistaken_trial(ground, nursery, place, bug).run() for place, bug in enumerate(FOUND)]
+        stand_alone_trials = run_on(servers, fork_server, numbers, StoreTrial, 4)
+        stalls = run_on(
+            servers, fork_server, range(3000, 3000 + transactional_zombies.CAMPAIGN.in_test), ZombieTrial, 4
+        )
+        mistaken = [mistaken_trial(servers, fork_server, place, bug).run() for place, bug in enumerate(FOUND)]
         # By READ COMMITTED: stricter levels refuse by themselves what has been overtaken.
-        mistaken.append(ZombieTrial(ground, nursery, 4010, bug=ZOMBIE).run())
+        mistaken.append(ZombieTrial(servers, fork_server, 4010, bug=ZOMBIE).run())
         first, second, third, *mistakes = await asyncio.gather(
             transactional_trials, stand_alone_trials, stalls, *mistaken, return_exceptions=True
         )
     return Outcome(first, second, third, dict(zip((*FOUND, ZOMBIE), mistakes, strict=True)))
 
 
-def mistaken_trial(ground: Ground, nursery: Nursery, place: int, bug: str) -> TransactionalTrial:
+def mistaken_trial(servers: Servers, fork_server: ForkServer, place: int, bug: str) -> TransactionalTrial:
     point, _ = FOUND[bug]
     # On PostgreSQL: in a file, a second transaction would wait for the handler's, and the handler for that.
-    return TransactionalTrial(ground, nursery, 2000 + place * len(KINDS), points=[point], bug=bug)
+    return TransactionalTrial(servers, fork_server, 2000 + place * len(KINDS), points=[point], bug=bug)
 
 
 def figures_of(told: Figures | BaseException) -> Figures:
@@ -89,7 +93,7 @@ def passed_by(figures: Figures, points: Iterable[CrashPoint]) -> list[str]:
 def test_whatever_point_workers_die_at_row_outcome_and_events_are_there_together_and_once(outcome: Outcome) -> None:
     figures = figures_of(outcome.transactional)
 
-    assert passed_by(figures, OF_TRANSACTIONS) == []
+    assert passed_by(figures, TRANSACTION_POINTS) == []
     assert figures["kills"] >= transactional.CAMPAIGN.shown_in_test
     assert min(figures["kills:postgresql"], figures["kills:sqlite"]) >= LIVES
     assert figures["completed"] > figures["completed_before_the_end"] > transactional.CAMPAIGN.in_test
@@ -148,7 +152,7 @@ def test_five_trials_in_a_row_have_each_point_that_only_transactional_handlers_a
     for first in (0, 13, 260):
         row = {point for number in range(first, first + 5) for point in points_of(number)}
 
-        assert row > OF_TRANSACTIONS
+        assert row > TRANSACTION_POINTS
 
 
 @pytest.mark.parametrize("kind", homes.KINDS)

@@ -23,8 +23,8 @@ from sqlalchemy import func, select
 
 from integr8s_idem.stores.sql import sql_engine
 from tests.campaigns.figures import Campaign, Figures, ViolationError
-from tests.crashes.forks import Forked, Nursery
-from tests.crashes.judging import last_words
+from tests.crashes.forks import ForkedWorker, ForkServer
+from tests.crashes.judging import log_tail
 from tests.crashes.transacting import entries, tables
 from tests.stalled_starts.entries import ENTRIES, TRANSACTIONAL
 from tests.stalled_starts.journal import Journal, Lines, boot_time
@@ -62,7 +62,7 @@ LOOK: Final = 0.01
 
 
 @dataclass(frozen=True)
-class Ground:
+class Servers:
     """Servers that trials share, and a folder for what they write."""
 
     homes: Mapping[str, Home]
@@ -84,11 +84,11 @@ async def make_tables(url: str) -> None:
 
 
 @contextmanager
-def open_ground(kinds: Iterable[str]) -> Iterator[Ground]:
+def open_servers(kinds: Iterable[str]) -> Iterator[Servers]:
     """Servers for these kinds of stores; gone afterwards."""
     with ExitStack() as stack:
         homes = {kind: stack.enter_context(open_home(kind)) for kind in kinds}
-        yield Ground(homes, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="idem-stalls-"))))
+        yield Servers(homes, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="idem-stalls-"))))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Plan:
 
 def plan_of(number: int) -> Plan:
     """Return the trial of a number."""
-    dice = random.Random(number)
+    rng = random.Random(number)
     entry, kind = _place_of(number)
     way = WAYS[number % len(WAYS)]
     if number % CONTROL_EVERY == CONTROL_EVERY - 1:
@@ -116,8 +116,8 @@ def plan_of(number: int) -> Plan:
         return control_of(number, RENEWING[turn % len(RENEWING)], kind)
     if way == "blocked" and entry in IN_THREADS:
         way = "long"
-    lease = round(dice.uniform(1.2 if kind == "redis" else 1.6, 2.0), 2)
-    workers = dice.choice((2, 2, 3))
+    lease = round(rng.uniform(1.2 if kind == "redis" else 1.6, 2.0), 2)
+    workers = rng.choice((2, 2, 3))
     order = StallOrder(
         bootstrap="",
         store={},
@@ -125,17 +125,17 @@ def plan_of(number: int) -> Plan:
         folder="",
         entry=entry,
         lease=lease,
-        ordering=dice.choice(("none", "key")),
-        works=dice.randint(16, 40),
-        concurrency=dice.choice((2, 4, 8, 16, 32, 64)),
-        seconds=round(dice.uniform(0.005, 0.1), 3),
+        ordering=rng.choice(("none", "key")),
+        works=rng.randint(16, 40),
+        concurrency=rng.choice((2, 4, 8, 16, 32, 64)),
+        seconds=round(rng.uniform(0.005, 0.1), 3),
     )
     if way == "blocked":
-        blocked_seconds = lease * dice.uniform(1.2, 1.6)
-        order = replace(order, blocked_work=dice.randrange(8), blocked_seconds=blocked_seconds)
+        blocked_seconds = lease * rng.uniform(1.2, 1.6)
+        order = replace(order, blocked_work=rng.randrange(8), blocked_seconds=blocked_seconds)
         return Plan(kind, way, order, workers)
     least, most = (1.2, 2.0) if way == "long" else (0.1, 0.3)
-    return Plan(kind, way, order, workers, [lease * dice.uniform(least, most) for _ in range(workers - 1)])
+    return Plan(kind, way, order, workers, [lease * rng.uniform(least, most) for _ in range(workers - 1)])
 
 
 def control_of(number: int, entry: str, kind: str) -> Plan:
@@ -165,18 +165,18 @@ def _place_of(number: int) -> tuple[str, str]:
 class Trial:
     """One trial."""
 
-    def __init__(self, ground: Ground, nursery: Nursery, number: int, plan: Plan) -> None:
-        self._nursery = nursery
-        self._dice = random.Random(f"moments of {number}")
+    def __init__(self, servers: Servers, fork_server: ForkServer, number: int, plan: Plan) -> None:
+        self._fork_server = fork_server
+        self._rng = random.Random(f"moments of {number}")
         self.plan = plan
-        self._folder = ground.folder / f"trial-{plan.order.prefix}{number}"
+        self._folder = servers.folder / f"trial-{plan.order.prefix}{number}"
         self._folder.mkdir()
-        self._settings = ground.homes[self.plan.kind].settings(self._folder)
+        self._settings = servers.homes[self.plan.kind].settings(self._folder)
         self._order = replace(
             self.plan.order, store={**self._settings, "timeout_seconds": 0.5}, folder=str(self._folder)
         )
         self._journal = Journal(self._folder)
-        self._workers: list[Forked] = []
+        self._workers: list[ForkedWorker] = []
         self._stalls: list[Stall] = []
 
     async def run(self) -> Figures:
@@ -191,7 +191,7 @@ class Trial:
             async with asyncio.timeout(PATIENCE):
                 await self._live()
         except TimeoutError:
-            raise ViolationError(f"{self._name}: stuck\n{last_words(self._folder)}") from None
+            raise ViolationError(f"{self._name}: stuck\n{log_tail(self._folder)}") from None
         finally:
             for worker in self._workers:
                 if worker.running:
@@ -207,7 +207,7 @@ class Trial:
 
     async def _live(self) -> None:
         for place in range(self.plan.workers):
-            self._workers.append(await self._nursery.start(replace(self._order, is_reversed=place % 2 == 1)))
+            self._workers.append(await self._fork_server.start(replace(self._order, is_reversed=place % 2 == 1)))
             if self.plan.kind == "sqlite":
                 # Whoever opens the file writes into it, which nobody can while a stopped process does.
                 await self._until(lambda lines: len(lines.ready) == len(self._workers), self._workers[-1])
@@ -215,12 +215,12 @@ class Trial:
             await self._stall(worker, seconds)
         statuses = await asyncio.gather(*(asyncio.shield(worker.ended) for worker in self._workers))
         if any(statuses):
-            raise ViolationError(f"{self._name}: workers ended with {statuses}\n{last_words(self._folder)}")
+            raise ViolationError(f"{self._name}: workers ended with {statuses}\n{log_tail(self._folder)}")
 
-    async def _stall(self, worker: Forked, seconds: float) -> None:
-        pid, starts = worker.pid.result(), self._dice.randint(0, 4)
+    async def _stall(self, worker: ForkedWorker, seconds: float) -> None:
+        pid, starts = worker.pid.result(), self._rng.randint(0, 4)
         await self._until(lambda lines: pid in lines.ready and lines.starts_of(pid) >= starts, worker)
-        await asyncio.sleep(self._dice.uniform(0, 2 * self._order.seconds))
+        await asyncio.sleep(self._rng.uniform(0, 2 * self._order.seconds))
         if not worker.running:
             return
         begin = boot_time()
@@ -229,7 +229,7 @@ class Trial:
         worker.send_signal(signal.SIGCONT)
         self._stalls.append(Stall(pid, begin, boot_time() + LOOK))
 
-    async def _until(self, condition: Callable[[Lines], bool], worker: Forked) -> None:
+    async def _until(self, condition: Callable[[Lines], bool], worker: ForkedWorker) -> None:
         while worker.running and not condition(self._journal.read()):  # noqa: ASYNC110  # a file tells nobody
             await asyncio.sleep(LOOK)
 
@@ -287,7 +287,7 @@ ALWAYS: Final = frozenset({"stalls", "lost", "violations", "stalls_between"})
 """Figures that are shown where they are zero."""
 
 
-async def run_trials(ground: Ground, numbers: Iterable[int], plans: Mapping[int, Plan] | None = None) -> Figures:
+async def run_trials(servers: Servers, numbers: Iterable[int], plans: Mapping[int, Plan] | None = None) -> Figures:
     """Make these trials, several at a time.
 
     Raises:
@@ -296,20 +296,20 @@ async def run_trials(ground: Ground, numbers: Iterable[int], plans: Mapping[int,
     figures, slots = Figures(stalls=0, lost=0, violations=0), asyncio.Semaphore(SIDE_BY_SIDE)
     planned = {number: (plans or {}).get(number) or plan_of(number) for number in numbers}
 
-    async def one(nursery: Nursery, number: int) -> None:
+    async def one(fork_server: ForkServer, number: int) -> None:
         async with slots:
             try:
-                figures.update(await Trial(ground, nursery, number, planned[number]).run())
+                figures.update(await Trial(servers, fork_server, number, planned[number]).run())
             except AssertionError as error:
                 raise ViolationError(f"trial {number}: {error}") from error
 
-    await ground.prepare()
-    async with Nursery("tests.stalled_starts.worker") as nursery:
+    await servers.prepare()
+    async with ForkServer("tests.stalled_starts.worker") as fork_server:
         try:
             async with asyncio.TaskGroup() as group:
                 for number, plan in planned.items():
                     if plan.way != "control":
-                        group.create_task(one(nursery, number))
+                        group.create_task(one(fork_server, number))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
         # One after the other, and again: a process that the machine leaves without a core for a lease has stalled.
@@ -318,7 +318,7 @@ async def run_trials(ground: Ground, numbers: Iterable[int], plans: Mapping[int,
                 order = replace(plan.order, prefix=f"{plan.order.prefix}{again}.")
                 planned[number] = replace(plan, order=order)
                 try:
-                    await one(nursery, number)
+                    await one(fork_server, number)
                     break
                 except ViolationError:
                     if again == CONTROL_TRIES - 1:
@@ -328,8 +328,8 @@ async def run_trials(ground: Ground, numbers: Iterable[int], plans: Mapping[int,
 
 def run(first: int, count: int) -> Figures:
     """The trials numbered `first` to `first + count - 1`."""
-    with open_ground(KINDS) as ground:
-        return asyncio.run(run_trials(ground, range(first, first + count)))
+    with open_servers(KINDS) as servers:
+        return asyncio.run(run_trials(servers, range(first, first + count)))
 
 
 CAMPAIGN = Campaign(

@@ -18,7 +18,7 @@ from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan
 from tests.crashes.orders import SERVICE
-from tests.crashes.worker import leave_with
+from tests.crashes.worker import exit_with
 from tests.stalled_starts.entries import ENTRIES, TRANSACTIONAL, Bench
 from tests.stalled_starts.journal import Check, Journal, boot_time
 from tests.stalled_starts.orders import StallOrder as Order
@@ -104,7 +104,7 @@ def run_worker(order: Order, parent: int) -> int:
 
 
 async def _work(order: Order, parent: int) -> int:
-    leaving = asyncio.create_task(leave_with(parent))
+    leaving = asyncio.create_task(exit_with(parent))
     journal, checks, observer = Journal(Path(order.folder)), Checks(), CountingObserver()
     checks.watch()
     async with open_records(order.store, order.key_prefix) as records:
