@@ -107,7 +107,7 @@ class Subscriber:
 
 
 def _receipt(job: Job) -> dict[str, str]:
-    """Return the response.  FastDepends resolves only built-in types in annotations of functions that `inject` wraps."""
+    """Return the response; FastDepends resolves only built-in types in annotations of functions wrapped by `inject`."""
     return {"work": job.work, "event_id": derived_event_id(job.event_id, 0)}
 
 

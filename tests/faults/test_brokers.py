@@ -35,7 +35,7 @@ async def cluster() -> AsyncIterator[KafkaCluster]:
 
 
 @pytest.mark.scenario(60, 61)
-def test_a_broker_that_dies_or_stalls_costs_nothing_but_time() -> None:
+def test_a_broker_crash_or_stall_only_delays_work() -> None:
     figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
 
     assert figures["restarts"] == CAMPAIGN.in_test
@@ -43,7 +43,7 @@ def test_a_broker_that_dies_or_stalls_costs_nothing_but_time() -> None:
 
 
 @pytest.mark.scenario(60)
-async def test_a_group_goes_on_when_its_coordinator_moves(cluster: KafkaCluster) -> None:
+async def test_a_group_continues_when_its_coordinator_moves(cluster: KafkaCluster) -> None:
     async with open_workload(cluster) as workload:
         for _ in range(2):
             await workload.join()

@@ -89,7 +89,7 @@ def wrong_clocks(folder: Path) -> list[WrongClock]:
 
 
 @pytest.mark.scenario(77)
-def test_workers_with_wrong_clocks_do_work_longer_than_its_lease_once(contenders: Contenders, tmp_path: Path) -> None:
+def test_workers_with_wrong_clocks_run_work_longer_than_its_lease_once(contenders: Contenders, tmp_path: Path) -> None:
     clocks, now = wrong_clocks(tmp_path), time.time()
     processes = [contenders.start(clock, seconds=2.5 * Contenders.LEASE) for clock in clocks]
 
@@ -102,7 +102,7 @@ def test_workers_with_wrong_clocks_do_work_longer_than_its_lease_once(contenders
 
 
 @pytest.mark.scenario(77)
-async def test_a_dead_worker_whose_clock_stood_still_is_taken_over_when_its_lease_ends(
+async def test_the_work_of_a_dead_worker_with_a_stopped_clock_is_taken_over_when_its_lease_ends(
     contenders: Contenders, tmp_path: Path
 ) -> None:
     ahead, behind, still = wrong_clocks(tmp_path)
@@ -158,7 +158,9 @@ async def jumping(tmp_path: Path) -> AsyncIterator[JumpingRedis]:
 
 
 @pytest.mark.scenario(78)
-async def test_after_a_jump_forwards_a_takeover_comes_early_and_its_loser_writes_nothing(jumping: JumpingRedis) -> None:
+async def test_a_forward_jump_of_the_store_clock_allows_an_early_takeover_and_rejects_stale_writes(
+    jumping: JumpingRedis,
+) -> None:
     first = await jumping.reserve()
 
     jumping.clock.jump(60)
@@ -172,7 +174,7 @@ async def test_after_a_jump_forwards_a_takeover_comes_early_and_its_loser_writes
 
 
 @pytest.mark.scenario(78)
-async def test_after_a_jump_of_an_hour_forwards_the_record_is_gone_and_fences_grow_all_the_same(
+async def test_fences_grow_when_a_forward_jump_of_an_hour_expires_the_record(
     jumping: JumpingRedis,
 ) -> None:
     first = await jumping.reserve()
@@ -187,7 +189,9 @@ async def test_after_a_jump_of_an_hour_forwards_the_record_is_gone_and_fences_gr
 
 
 @pytest.mark.scenario(78)
-async def test_after_a_jump_backwards_nobody_takes_over_early_and_fences_grow_on(jumping: JumpingRedis) -> None:
+async def test_a_backward_jump_of_the_store_clock_allows_no_early_takeover_and_fences_grow(
+    jumping: JumpingRedis,
+) -> None:
     first = await jumping.reserve()
 
     jumping.clock.jump(-HOUR)
@@ -210,7 +214,7 @@ async def test_after_a_jump_backwards_nobody_takes_over_early_and_fences_grow_on
 
 @pytest.mark.scenario(79)
 @virtual_time
-async def test_a_handler_on_a_machine_that_was_suspended_is_stopped_and_changes_nothing() -> None:
+async def test_a_handler_on_a_resumed_machine_is_cancelled_and_its_writes_are_rejected() -> None:
     asleep = timedelta(0)
     store = FlakyStore(MemoryIdempotencyRepository(clock=lambda: virtual_now() + asleep))
     suspended, here = guarded(store), guarded(store)
@@ -231,7 +235,7 @@ async def test_a_handler_on_a_machine_that_was_suspended_is_stopped_and_changes_
 
 @pytest.mark.scenario(79)
 @virtual_time
-async def test_work_that_ends_right_after_the_resume_is_refused_too() -> None:
+async def test_work_that_ends_right_after_a_resume_is_rejected() -> None:
     asleep = timedelta(0)
     store = FlakyStore(MemoryIdempotencyRepository(clock=lambda: virtual_now() + asleep))
     suspended, here, job = guarded(store), guarded(store), Job(seconds=1)
@@ -256,7 +260,7 @@ async def test_work_that_ends_right_after_the_resume_is_refused_too() -> None:
     "timestamp",
     [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC), datetime(1970, 1, 1, tzinfo=UTC)],
 )
-async def test_an_event_from_any_time_is_remembered_for_the_ttl(redis_client: Redis, timestamp: datetime) -> None:
+async def test_the_ttl_does_not_depend_on_the_event_timestamp(redis_client: Redis, timestamp: datetime) -> None:
     router = EventRouter()
 
     @router.on(OrderPlaced)
@@ -276,7 +280,7 @@ async def test_an_event_from_any_time_is_remembered_for_the_ttl(redis_client: Re
 
 
 @pytest.mark.scenario(80)
-def test_an_event_with_a_naive_time_is_refused() -> None:
+def test_an_event_with_a_naive_timestamp_is_rejected() -> None:
     message = b'{"event_type": "order_placed", "event_id": "1", "timestamp": "2026-03-29T02:30:00"}'
 
     with pytest.raises(UndecodableEventError, match="timestamp"):
@@ -285,7 +289,7 @@ def test_an_event_with_a_naive_time_is_refused() -> None:
 
 @pytest.mark.scenario(80)
 @pytest.mark.parametrize("hemisphere", ["America/New_York", "Australia/Lord_Howe"])
-async def test_the_local_time_zone_touches_no_record(
+async def test_records_do_not_depend_on_the_local_time_zone(
     redis_client: Redis, monkeypatch: pytest.MonkeyPatch, hemisphere: str
 ) -> None:
     store = RedisIdempotencyRepository(redis_client)

@@ -35,7 +35,7 @@ from tests.support.effects import Effects
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.scenario(17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27)
-def test_whatever_point_workers_die_at_all_work_is_done_once_and_nothing_is_stuck() -> None:
+def test_work_is_done_once_when_workers_die_at_any_crash_point() -> None:
     need_kafka(own=True)
 
     figures = points.run(0, points.CAMPAIGN.in_test)
@@ -65,7 +65,7 @@ RUNS = {
 @pytest.mark.kafka
 @pytest.mark.slow
 @pytest.mark.scenario(17, 19, 20, 21, 23, 24)
-async def test_after_one_death_a_job_runs_again_only_if_it_was_begun_and_is_not_completed() -> None:
+async def test_after_a_crash_a_job_runs_again_only_if_it_was_started_but_not_completed() -> None:
     need_kafka(own=True)
 
     async with open_servers() as servers, ForkServer() as fork_server:
@@ -79,7 +79,7 @@ LEASE = 2.0
 
 
 @pytest.mark.scenario(25)
-async def test_of_a_process_that_dies_around_a_renewal_the_work_is_taken_over_within_a_lease_and_a_second(
+async def test_work_is_taken_over_within_a_lease_and_a_second_after_a_crash_during_a_renewal(
     redis_url: str, redis_client: Redis, effects: Effects, tmp_path: Path
 ) -> None:
     async def taken_over(point: CrashPoint) -> float:
@@ -114,7 +114,9 @@ async def begun_by_the_next(client: Redis, name: str) -> float:
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_lease_is_taken_beside_one_that_is_due_now(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_a_lease_can_be_held_while_another_renewal_is_due(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
     """Found by trial 41: uvloop gives no `TimerHandle` for what is due within half a millisecond."""
 
     async def main() -> None:
@@ -139,7 +141,7 @@ async def _never() -> Reserved | None:
     return None
 
 
-def test_eleven_trials_in_a_row_have_each_point_once() -> None:
+def test_eleven_consecutive_trials_cover_each_point_once() -> None:
     for first in (0, 11, 4994):
         row = [point for number in range(first, first + 11) for point in points.points_of(number)]
 

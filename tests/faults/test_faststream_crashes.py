@@ -82,7 +82,7 @@ async def all_at_once() -> Outcome:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.scenario(117)
-def test_wherever_a_subscriber_dies_its_rows_and_answers_are_there_and_repeat_only_between_commit_and_record(
+def test_a_crashed_subscriber_loses_nothing_and_repeats_only_rows_committed_before_their_record(
     outcome: Outcome, shape: str
 ) -> None:
     told = {point: rows for (of, point), rows in outcome.lone.items() if of == shape}
@@ -98,7 +98,7 @@ def test_wherever_a_subscriber_dies_its_rows_and_answers_are_there_and_repeat_on
 
 
 @pytest.mark.scenario(117)
-def test_subscribers_under_load_that_die_again_and_again_lose_nothing(outcome: Outcome) -> None:
+def test_subscribers_that_crash_repeatedly_under_load_lose_nothing(outcome: Outcome) -> None:
     figures = outcome.trials
     if isinstance(figures, BaseException):
         raise figures
@@ -109,7 +109,7 @@ def test_subscribers_under_load_that_die_again_and_again_lose_nothing(outcome: O
 
 
 @pytest.mark.scenario(118)
-async def test_while_the_broker_takes_no_answer_nothing_is_acknowledged_and_the_handler_is_not_run_again() -> None:
+async def test_a_message_is_not_acknowledged_and_not_run_again_while_the_broker_rejects_its_response() -> None:
     need_kafka(own=True)
     async with open_servers(kinds=("sqlite",)) as servers, ForkServer(MODULE) as fork_server:
         trial = Trial(

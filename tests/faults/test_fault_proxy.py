@@ -107,13 +107,13 @@ async def tcp_line() -> AsyncIterator[Line]:
         yield line
 
 
-async def test_without_a_fault_everything_passes(line: Line) -> None:
+async def test_the_proxy_passes_everything_without_a_fault(line: Line) -> None:
     caller = await line.call()
 
     assert await caller.ask(b"x" * 300_000) == b"x" * 300_000
 
 
-async def test_a_swallowed_answer_was_executed(line: Line) -> None:
+async def test_a_request_whose_response_is_cut_is_executed(line: Line) -> None:
     caller = await line.call()
     cut = line.proxy.put(Cut(matching=b"pay"))
 
@@ -126,7 +126,7 @@ async def test_a_swallowed_answer_was_executed(line: Line) -> None:
     assert await (await line.call()).ask(b"pay 5") == b"pay 5"
 
 
-async def test_a_request_that_is_cut_off_arrives_in_part(line: Line) -> None:
+async def test_a_cut_request_arrives_partially(line: Line) -> None:
     caller = await line.call()
     line.proxy.put(Cut(way=Way.TO_SERVER, after=3))
 
@@ -136,7 +136,7 @@ async def test_a_request_that_is_cut_off_arrives_in_part(line: Line) -> None:
     await eventually(lambda: line.echo.heard == [b"pay"])
 
 
-async def test_an_answer_is_cut_after_so_many_bytes(line: Line) -> None:
+async def test_a_response_is_cut_after_a_number_of_bytes(line: Line) -> None:
     caller = await line.call()
     line.proxy.put(Cut(after=2))
 
@@ -159,7 +159,7 @@ async def test_each_third_matching_request_is_cut(line: Line) -> None:
     assert cut.struck == 3
 
 
-async def test_a_reset_is_a_reset(tcp_line: Line) -> None:
+async def test_a_reset_raises_a_connection_reset_error(tcp_line: Line) -> None:
     caller = await tcp_line.call()
     await caller.ask(b"look")
 
@@ -169,7 +169,7 @@ async def test_a_reset_is_a_reset(tcp_line: Line) -> None:
         await caller.rest()
 
 
-async def test_a_cut_can_reset(tcp_line: Line) -> None:
+async def test_a_cut_can_reset_the_connection(tcp_line: Line) -> None:
     caller = await tcp_line.call()
     tcp_line.proxy.put(Cut(reset=True))
     caller.writer.write(b"pay 5")
@@ -178,7 +178,7 @@ async def test_a_cut_can_reset(tcp_line: Line) -> None:
         await caller.rest()
 
 
-async def test_refused_connections_end_at_once(tcp_line: Line) -> None:
+async def test_refused_connections_are_reset_immediately(tcp_line: Line) -> None:
     with tcp_line.proxy.fault(Refuse()):
         caller = await tcp_line.call()
         with pytest.raises(ConnectionResetError):
@@ -187,7 +187,7 @@ async def test_refused_connections_end_at_once(tcp_line: Line) -> None:
     assert await (await tcp_line.call()).ask(b"look") == b"look"
 
 
-async def test_a_half_open_connection_never_speaks_again_and_a_new_one_does(line: Line) -> None:
+async def test_a_half_open_connection_stays_silent_and_a_new_one_works(line: Line) -> None:
     caller = await line.call()
     await caller.ask(b"look")
     with line.proxy.fault(HalfOpen()) as half_open:
@@ -200,7 +200,7 @@ async def test_a_half_open_connection_never_speaks_again_and_a_new_one_does(line
     assert b"pay 5" not in line.echo.heard
 
 
-async def test_what_was_stalled_passes_in_the_end(line: Line) -> None:
+async def test_stalled_data_passes_when_the_stall_ends(line: Line) -> None:
     caller = await line.call()
     with line.proxy.fault(Stall()) as stall:
         caller.writer.write(b"pay 5")
@@ -210,7 +210,7 @@ async def test_what_was_stalled_passes_in_the_end(line: Line) -> None:
     assert await asyncio.wait_for(caller.reader.readexactly(5), 5) == b"pay 5"
 
 
-async def test_delayed_and_dripping_answers_take_their_time(line: Line) -> None:
+async def test_delayed_and_throttled_responses_take_time(line: Line) -> None:
     caller = await line.call()
     began = time.monotonic()
 
@@ -224,7 +224,7 @@ async def test_delayed_and_dripping_answers_take_their_time(line: Line) -> None:
     assert time.monotonic() - delayed >= 0.25
 
 
-async def test_one_byte_behind_the_marker_is_flipped_once(line: Line) -> None:
+async def test_one_byte_after_the_marker_is_flipped_once(line: Line) -> None:
     caller = await line.call()
     line.proxy.put(Corrupt(marker=b"order", offset=6, mask=1))
 
@@ -232,7 +232,7 @@ async def test_one_byte_behind_the_marker_is_flipped_once(line: Line) -> None:
     assert await caller.ask(b"order-700") == b"order-700"
 
 
-async def test_the_address_stands_before_the_start_and_the_target_may_come_later(tmp_path: Path) -> None:
+async def test_the_address_is_known_before_the_start_and_the_target_can_be_set_later(tmp_path: Path) -> None:
     echo = Echo()
     proxy = FaultProxy(listen=tmp_path / "ours.sock")
     assert proxy.address == tmp_path / "ours.sock"

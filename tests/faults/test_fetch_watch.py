@@ -63,7 +63,7 @@ def worker_of(broker: FakeBroker, clients: list[FakeConsumer], charged: list[str
     )
 
 
-async def test_a_client_that_brings_nothing_although_the_broker_has_something_is_replaced() -> None:
+async def test_a_client_that_stops_fetching_is_replaced() -> None:
     broker, charged = FakeBroker(), list[str]()
     broker.publish(OrderPlaced(order_id="1"))
     worker = worker_of(broker, [DeafConsumer(broker), DeafConsumer(broker), FakeConsumer(broker)], charged)
@@ -76,7 +76,7 @@ async def test_a_client_that_brings_nothing_although_the_broker_has_something_is
     assert charged == ["1"]
 
 
-async def test_a_service_whose_clients_bring_nothing_gives_up_and_says_so() -> None:
+async def test_a_service_fails_when_replaced_clients_do_not_fetch_either() -> None:
     broker = FakeBroker()
     broker.publish(OrderPlaced(order_id="1"))
     clients: list[FakeConsumer] = [DeafConsumer(broker) for _ in range(5)]
@@ -89,7 +89,7 @@ async def test_a_service_whose_clients_bring_nothing_gives_up_and_says_so() -> N
     assert not worker.health().live
 
 
-async def test_a_client_with_nothing_to_bring_is_left_alone() -> None:
+async def test_an_idle_client_is_not_replaced() -> None:
     broker, charged = FakeBroker(), list[str]()
     broker.publish(OrderPlaced(order_id="1"))
     clients = [FakeConsumer(broker)]
@@ -105,7 +105,7 @@ async def test_a_client_with_nothing_to_bring_is_left_alone() -> None:
 
 
 @pytest.mark.kafka
-async def test_a_fetch_task_that_died_in_silence_is_noticed_on_a_real_broker() -> None:
+async def test_a_dead_fetch_task_is_detected_on_a_real_broker() -> None:
     need_kafka()
     async with open_workload(servers.kafka()) as workload:
         member = await workload.join()
@@ -124,7 +124,7 @@ async def test_a_fetch_task_that_died_in_silence_is_noticed_on_a_real_broker() -
 
 @pytest.mark.kafka
 @pytest.mark.scenario(72)
-async def test_transaction_markers_and_aborted_batches_hold_up_neither_offsets_nor_the_watch() -> None:
+async def test_transaction_markers_and_aborted_batches_block_neither_offsets_nor_the_fetch_watch() -> None:
     need_kafka()
     async with open_workload(servers.kafka(), partitions=1) as workload:
         member = await workload.join()

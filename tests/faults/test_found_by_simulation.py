@@ -30,7 +30,7 @@ class OrderPlaced(BaseEvent):
 
 @pytest.mark.scenario(66)
 @virtual_time
-async def test_a_poll_that_fails_right_after_a_rebalance_loses_nothing_of_what_it_had_taken() -> None:
+async def test_a_poll_that_fails_after_a_rebalance_loses_no_fetched_message() -> None:
     """`getmany` waits for a rebalance: its partitions are new to the worker when it raises."""
     broker, runs = FakeBroker(), list[str]()
     given = asyncio.Event()
@@ -62,7 +62,7 @@ async def test_a_poll_that_fails_right_after_a_rebalance_loses_nothing_of_what_i
 
 
 @virtual_time
-async def test_a_poll_that_fails_right_after_a_rebalance_while_the_worker_stops_loses_nothing() -> None:
+async def test_a_poll_that_fails_after_a_rebalance_while_the_worker_stops_loses_nothing() -> None:
     """The client is given up, but nobody listens: the worker is leaving anyway, and polls on until it has left."""
     broker, given, other = FakeBroker(), asyncio.Event(), Partition("order_placed", 1)
     runs = list[str]()
@@ -96,7 +96,7 @@ async def test_a_poll_that_fails_right_after_a_rebalance_while_the_worker_stops_
 
 
 @virtual_time
-async def test_a_worker_whose_client_was_replaced_under_load_fetches_on() -> None:
+async def test_a_worker_continues_to_fetch_after_its_client_was_replaced_under_load() -> None:
     """What waited in its lanes is let go with the old client; if it still counted, the limit would hold for ever."""
     broker, runs = FakeBroker(), list[str]()
     router = EventRouter()

@@ -84,7 +84,7 @@ def told(record: FakeRecord) -> dict[str, bytes]:
 
 
 @virtual_time
-async def test_a_replayed_dead_letter_is_handled_and_the_history_tells_both_generations() -> None:
+async def test_a_replayed_dead_letter_is_handled_and_the_history_contains_both_generations() -> None:
     broker, till, event = FakeBroker(), Till(), OrderPlaced()
     till.broken.add("charge")
     broker.publish(event)
@@ -102,7 +102,7 @@ async def test_a_replayed_dead_letter_is_handled_and_the_history_tells_both_gene
 
 
 @virtual_time
-async def test_one_dead_letter_replayed_by_two_people_is_handled_once() -> None:
+async def test_a_dead_letter_that_is_replayed_twice_is_handled_once() -> None:
     broker, till = FakeBroker(), Till()
     till.broken.add("charge")
     broker.publish(OrderPlaced())
@@ -137,7 +137,7 @@ async def test_a_replay_that_fails_is_dead_lettered_with_its_generation_and_can_
 
 
 @virtual_time
-async def test_a_replay_runs_the_handler_that_failed_and_not_those_that_succeeded() -> None:
+async def test_a_replay_runs_only_the_handler_that_failed() -> None:
     broker, till = FakeBroker(), Till("charge", "mail")
     till.broken.add("mail")
     broker.publish(OrderPlaced())
@@ -153,7 +153,7 @@ async def test_a_replay_runs_the_handler_that_failed_and_not_those_that_succeede
 
 @pytest.mark.parametrize("guard", [True, False])
 @virtual_time
-async def test_a_replay_for_one_service_is_passed_by_in_another(guard: bool) -> None:
+async def test_a_replay_for_one_service_is_skipped_by_another(guard: bool) -> None:
     broker, till = FakeBroker(), Till()
     broker.publish(OrderPlaced())
     (sent,) = broker.values("order_placed")
@@ -176,7 +176,7 @@ async def test_a_replay_for_one_service_is_passed_by_in_another(guard: bool) -> 
 
 
 @virtual_time
-async def test_a_replay_for_a_handler_that_is_gone_is_dead_lettered_and_not_lost() -> None:
+async def test_a_replay_for_a_removed_handler_is_dead_lettered() -> None:
     broker, till, renamed = FakeBroker(), Till("charge"), Till("collect")
     till.broken.add("charge")
     broker.publish(OrderPlaced())
@@ -193,7 +193,7 @@ async def test_a_replay_for_a_handler_that_is_gone_is_dead_lettered_and_not_lost
 
 @pytest.mark.parametrize("guard", [True, False])
 @virtual_time
-async def test_what_a_replay_publishes_has_ids_of_its_own_so_that_the_next_service_handles_it_too(guard: bool) -> None:
+async def test_events_published_by_a_replay_have_new_ids_so_that_the_next_service_handles_them(guard: bool) -> None:
     broker, here, router = FakeBroker(), guarded(), EventRouter()
 
     @router.on(OrderPlaced)
@@ -221,7 +221,7 @@ async def test_what_a_replay_publishes_has_ids_of_its_own_so_that_the_next_servi
 
 @pytest.mark.parametrize("guard", [True, False])
 @virtual_time
-async def test_a_key_for_a_payment_company_is_the_same_in_all_generations_unless_a_handler_says_otherwise(
+async def test_a_derived_key_is_the_same_in_all_generations_unless_the_handler_includes_the_generation(
     guard: bool,
 ) -> None:
     broker, here, router, keys = FakeBroker(), guarded(hash_keys=True), EventRouter(), list[tuple[str, str]]()
@@ -250,7 +250,7 @@ async def test_a_key_for_a_payment_company_is_the_same_in_all_generations_unless
 
 
 @virtual_time
-async def test_the_history_of_any_key_holds_what_the_store_still_has() -> None:
+async def test_the_history_contains_the_records_that_have_not_expired() -> None:
     here, key = guarded(default_ttl_seconds=60), Key.of("order:1")
     for generation in (0, 1, 999):
         await asyncio.sleep(25)
@@ -263,7 +263,7 @@ async def test_the_history_of_any_key_holds_what_the_store_still_has() -> None:
 
 
 @pytest.mark.parametrize("hash_keys", [False, True])
-async def test_a_history_is_read_from_redis_where_keys_are_hashed_too(redis_client: Redis, hash_keys: bool) -> None:
+async def test_a_history_is_read_from_redis_with_hashed_keys(redis_client: Redis, hash_keys: bool) -> None:
     store = RedisIdempotencyRepository(redis_client)
     manager = IdempotencyManager(IdempotencyConfig(hash_keys=hash_keys), store, scope="billing")
     for generation in (0, 2):
@@ -295,7 +295,7 @@ def charging(shop: Shop, broken: set[str]) -> EventRouter:
 
 
 @pytest.mark.kafka
-async def test_on_real_servers_a_dead_letter_replayed_twice_is_handled_once_more(shop: Shop) -> None:
+async def test_a_dead_letter_replayed_twice_on_real_servers_is_handled_once_more(shop: Shop) -> None:
     broken = {"1"}
     worker = await shop.worker(charging(shop, broken), max_attempts=1)
     events = orders(3)
@@ -324,7 +324,7 @@ async def test_on_real_servers_a_dead_letter_replayed_twice_is_handled_once_more
 
 @pytest.mark.kafka
 @pytest.mark.scenario(15)
-async def test_a_whole_topic_played_again_runs_nothing_within_the_ttl_and_everything_after_it(shop: Shop) -> None:
+async def test_a_topic_consumed_again_runs_nothing_within_the_ttl_and_everything_after_it(shop: Shop) -> None:
     events = orders(50)
     await shop.publisher.publish(*events)
     for group in ("first", "again", "later"):  # a group without offsets reads from the beginning

@@ -21,7 +21,7 @@ from tests.fuzz.campaign import CAMPAIGN
 
 
 @pytest.mark.scenario(81, 82, 83, 85, 86, 88, 91, 92, 94, 95, 96)
-def test_no_input_of_the_campaign_breaks_a_promise() -> None:
+def test_no_fuzzed_input_breaks_a_promise() -> None:
     figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
 
     assert figures["inputs"] == CAMPAIGN.in_test
@@ -31,7 +31,7 @@ def test_no_input_of_the_campaign_breaks_a_promise() -> None:
         assert figures[kind] > 20, kind
 
 
-def test_an_input_is_the_same_whenever_its_number_comes() -> None:
+def test_a_fuzzed_input_is_determined_by_its_number() -> None:
     assert CAMPAIGN.run(300, 60) == CAMPAIGN.run(300, 60)
 
 
@@ -54,7 +54,7 @@ def too_deep(message: object, file: object) -> tuple[str, str]:
     ],
     ids=["names twice", "unescaped", "unbounded", "no canon", "no checks", "type", "raw text", "traceback", "secret"],
 )
-def test_a_promise_broken_on_purpose_is_found_within_300_inputs(
+def test_an_injected_bug_is_found_within_300_inputs(
     monkeypatch: pytest.MonkeyPatch,
     target: Callable[[Random], Figures],
     module: Any,

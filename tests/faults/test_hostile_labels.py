@@ -53,7 +53,7 @@ def labels_of(registry: CollectorRegistry) -> dict[str, set[str]]:
 
 
 @pytest.mark.scenario(109)
-def test_hostile_event_types_topics_and_reasons_make_a_bounded_number_of_series() -> None:
+def test_hostile_event_types_topics_and_reasons_create_a_bounded_number_of_series() -> None:
     registry, source = CollectorRegistry(), random.Random(1)
     observer = PrometheusObserver("billing", registry)
 
@@ -73,7 +73,7 @@ def test_hostile_event_types_topics_and_reasons_make_a_bounded_number_of_series(
 
 @pytest.mark.scenario(109)
 @virtual_time
-async def test_messages_of_two_thousand_unknown_types_add_no_series() -> None:
+async def test_two_thousand_unknown_event_types_add_no_series() -> None:
     registry, broker, router = CollectorRegistry(), FakeBroker(), EventRouter()
     manager = IdempotencyManager(
         IdempotencyConfig(), virtual_store(), PrometheusObserver("billing", registry), scope="billing"
@@ -94,7 +94,7 @@ async def test_messages_of_two_thousand_unknown_types_add_no_series() -> None:
 
 @pytest.mark.scenario(110)
 @pytest.mark.parametrize("piece", ["a", "a.", "%", ":", "\0", "😀", "\ud800", "*", "[", "a-"])
-def test_a_key_of_very_many_pieces_is_made_in_bounded_time(piece: str) -> None:
+def test_a_key_of_many_pieces_is_built_in_bounded_time(piece: str) -> None:
     began = time.thread_time()
     space = KeySpace("idempotency", piece * 200_000)
     full = space.full(Key.of_event(piece * 200_000, "t", "id", piece * 200_000))
@@ -105,7 +105,7 @@ def test_a_key_of_very_many_pieces_is_made_in_bounded_time(piece: str) -> None:
 
 @pytest.mark.scenario(106)
 @virtual_time
-async def test_hashed_keys_keep_a_person_out_of_store_logs_spans_metrics_and_headers(
+async def test_hashed_keys_keep_personal_data_out_of_store_logs_spans_metrics_and_headers(
     caplog: pytest.LogCaptureFixture, telemetry: Telemetry
 ) -> None:
     store = virtual_store()
@@ -140,7 +140,7 @@ async def test_hashed_keys_keep_a_person_out_of_store_logs_spans_metrics_and_hea
 
 
 @pytest.mark.scenario(86)
-async def test_hostile_keys_are_kept_apart_by_a_real_redis(redis_client: Redis) -> None:
+async def test_hostile_keys_do_not_collide_on_a_real_redis(redis_client: Redis) -> None:
     store, source = RedisIdempotencyRepository(redis_client), random.Random(2)
     names = {text(source, 6) or "x" for _ in range(500)}
     manager = IdempotencyManager(IdempotencyConfig(), store, scope="billing")

@@ -104,7 +104,7 @@ HOSTILE: dict[str, tuple[bytes | None, str]] = {
 
 @pytest.mark.scenario(81, 82, 83)
 @pytest.mark.parametrize(("body", "reason"), HOSTILE.values(), ids=list(HOSTILE))
-def test_a_hostile_body_is_refused_in_bounded_time_and_memory(body: bytes | None, reason: str) -> None:
+def test_a_hostile_body_is_rejected_in_bounded_time_and_memory(body: bytes | None, reason: str) -> None:
     decoder = EventDecoder([OrderPlaced])
     began = time.thread_time()
 
@@ -134,7 +134,7 @@ def test_a_hostile_body_is_refused_in_bounded_time_and_memory(body: bytes | None
     ],
     ids=["one text", "empty lists", "small objects", "many names"],
 )
-def test_a_sound_event_at_the_brokers_limit_is_read_in_bounded_time_and_memory(extra: bytes) -> None:
+def test_a_valid_event_at_the_brokers_limit_is_decoded_in_bounded_time_and_memory(extra: bytes) -> None:
     decoder = EventDecoder([OrderPlaced])
     body = with_extra(extra)
     began = time.thread_time()
@@ -174,7 +174,7 @@ def told(letter: FakeRecord, name: str) -> bytes:
 
 @pytest.mark.scenario(81, 82, 83)
 @virtual_time
-async def test_hostile_bodies_are_dead_lettered_as_they_came_and_the_worker_goes_on() -> None:
+async def test_hostile_bodies_are_dead_lettered_unchanged_and_the_worker_continues() -> None:
     small = {name: told for name, told in HOSTILE.items() if len(told[0] or b"") < 600_000}
 
     letters = await settled(*((body, [("x", b"\xfe")]) for body, _ in small.values()))
@@ -198,7 +198,7 @@ HEADERS: dict[str, Any] = {
 @pytest.mark.scenario(85)
 @pytest.mark.parametrize("headers", HEADERS.values(), ids=list(HEADERS))
 @virtual_time
-async def test_headers_of_any_kind_are_kept_in_the_dead_letter_and_change_nothing_else(headers: Any) -> None:
+async def test_arbitrary_headers_are_kept_in_the_dead_letter_and_have_no_other_effect(headers: Any) -> None:
     began = time.thread_time()
 
     letters = await settled((b"no json", headers), (SOUND, headers))
@@ -224,7 +224,7 @@ async def test_a_generation_that_is_not_a_number_is_never_guessed(told_generatio
 
 
 @pytest.mark.scenario(110)
-def test_names_of_equal_hash_in_other_languages_cost_no_more_than_others() -> None:
+def test_names_with_colliding_hashes_in_other_languages_cost_no_more_than_others() -> None:
     """Python's hashes of texts are seeded; that the parser keeps to them is what this shows."""
     decoder = EventDecoder([OrderPlaced])
     alike = ["".join("Aa" if number >> bit & 1 else "BB" for bit in range(13)) for number in range(2**13)]
@@ -295,9 +295,7 @@ async def allow(shop: Shop, size: int) -> None:
 @pytest.mark.kafka
 @pytest.mark.scenario(85)
 @pytest.mark.parametrize("kind", ["none", "null values", "repeated", "no utf-8", "ten thousand"])
-async def test_headers_of_any_kind_come_through_a_real_broker(
-    kafka: Kafka, topic_prefix: str, redis_url: str, kind: str
-) -> None:
+async def test_arbitrary_headers_pass_a_real_broker(kafka: Kafka, topic_prefix: str, redis_url: str, kind: str) -> None:
     async with open_shop(kafka, topic_prefix, redis_url) as shop:
         event = order_of(1_000)
         await shop.publisher.send(shop.topic, None, b"no json", HEADERS[kind])
@@ -314,7 +312,7 @@ async def test_headers_of_any_kind_come_through_a_real_broker(
 
 @pytest.mark.kafka
 @pytest.mark.scenario(85)
-async def test_a_header_name_that_is_no_utf8_stops_its_partition_with_an_alarm_and_no_other() -> None:
+async def test_an_invalid_utf8_header_name_stops_only_its_partition_with_an_alarm() -> None:
     need_kafka()
     observer = CountingObserver()
     async with open_workload(servers.kafka()) as workload:

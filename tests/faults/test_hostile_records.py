@@ -92,7 +92,7 @@ async def put_in_state(store: RedisIdempotencyRepository, state: str) -> None:
 
 @pytest.mark.scenario(92, 94)
 @pytest.mark.parametrize("state", ["held", "lapsed", "released", "completed", "failed"])
-async def test_each_flipped_bit_is_corrupt_and_the_record_is_left_as_it_is(
+async def test_a_flipped_bit_is_detected_and_the_record_is_unchanged(
     store: RedisIdempotencyRepository, redis_client: Redis, state: str
 ) -> None:
     await put_in_state(store, state)
@@ -113,7 +113,7 @@ async def test_each_flipped_bit_is_corrupt_and_the_record_is_left_as_it_is(
 
 @pytest.mark.scenario(92, 94)
 @pytest.mark.parametrize("verb", ["complete", "fail", "renew", "release", "reserve again"])
-async def test_no_write_of_the_owner_puts_a_sound_check_on_a_damaged_record(
+async def test_no_write_of_the_owner_adds_a_valid_checksum_to_a_damaged_record(
     store: RedisIdempotencyRepository, redis_client: Redis, verb: str
 ) -> None:
     request = wish()
@@ -169,7 +169,7 @@ def is_sound(verdict: Verdict, result: StoredResult) -> bool:
 
 @pytest.mark.scenario(92)
 @pytest.mark.parametrize("foreign", FOREIGN, ids=ascii)
-async def test_what_another_program_put_there_is_corrupt_to_all_and_touched_by_none(
+async def test_foreign_data_under_a_key_is_corrupt_for_all_calls_and_unchanged(
     store: RedisIdempotencyRepository, redis_client: Redis, foreign: bytes
 ) -> None:
     reserved = await take(store, wish())
@@ -183,7 +183,7 @@ async def test_what_another_program_put_there_is_corrupt_to_all_and_touched_by_n
 
 
 @pytest.mark.scenario(92)
-async def test_another_type_under_the_key_is_corrupt_to_all_and_touched_by_none(
+async def test_a_value_of_another_type_is_corrupt_for_all_calls_and_unchanged(
     store: RedisIdempotencyRepository, redis_client: Redis
 ) -> None:
     reserved = await take(store, wish())
@@ -199,7 +199,7 @@ async def test_another_type_under_the_key_is_corrupt_to_all_and_touched_by_none(
 
 @pytest.mark.scenario(93)
 @pytest.mark.parametrize("newer", range(4, 32))
-async def test_a_record_of_a_newer_version_is_touched_by_nobody(
+async def test_a_record_of_a_newer_format_is_not_changed(
     store: RedisIdempotencyRepository, redis_client: Redis, newer: int
 ) -> None:
     reserved = await take(store, wish(lease=timedelta(0)))
@@ -225,7 +225,7 @@ async def refused_by_all(store: RedisIdempotencyRepository, reserved: Reserved) 
 
 @pytest.mark.scenario(93)
 @pytest.mark.parametrize("state", ["held", "completed", "failed"])
-async def test_a_record_of_the_older_format_answers_as_it_did(
+async def test_a_record_of_the_older_format_gives_the_same_verdict(
     store: RedisIdempotencyRepository, redis_client: Redis, state: str
 ) -> None:
     await put_in_state(store, state)
@@ -244,7 +244,7 @@ async def test_a_record_of_the_older_format_answers_as_it_did(
 
 @pytest.mark.scenario(93)
 @pytest.mark.parametrize("state", ["lapsed", "released"])
-async def test_a_record_of_the_older_format_is_taken_over_and_then_has_checks(
+async def test_a_record_of_the_older_format_gets_checksums_when_it_is_taken_over(
     store: RedisIdempotencyRepository, redis_client: Redis, state: str
 ) -> None:
     await put_in_state(store, state)
@@ -259,7 +259,7 @@ async def test_a_record_of_the_older_format_is_taken_over_and_then_has_checks(
 
 @pytest.mark.scenario(92, 94)
 @pytest.mark.parametrize("at", [2, 17, -1])
-async def test_a_delivery_whose_record_is_damaged_is_dead_lettered_and_neither_run_nor_taken_for_done(
+async def test_a_delivery_with_a_damaged_record_is_dead_lettered_without_a_run(
     store: RedisIdempotencyRepository, redis_client: Redis, at: int
 ) -> None:
     broker, runs, router = FakeBroker(), list[str](), EventRouter()

@@ -66,7 +66,7 @@ def log(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
 
 @pytest.mark.scenario(104, 108)
 @virtual_time
-async def test_secrets_in_a_handlers_error_and_payload_come_out_nowhere(log: io.StringIO, telemetry: Telemetry) -> None:
+async def test_secrets_in_handler_errors_and_payloads_are_not_leaked(log: io.StringIO, telemetry: Telemetry) -> None:
     manager = IdempotencyManager(
         IdempotencyConfig(max_attempts=2), virtual_store(), telemetry.observer, scope="billing"
     )
@@ -102,7 +102,7 @@ async def test_secrets_in_a_handlers_error_and_payload_come_out_nowhere(log: io.
 
 @pytest.mark.scenario(81, 104)
 @virtual_time
-async def test_what_an_undecodable_message_holds_comes_out_nowhere_but_in_its_dead_letter(log: io.StringIO) -> None:
+async def test_the_contents_of_an_undecodable_message_appear_only_in_its_dead_letter(log: io.StringIO) -> None:
     broker, router = FakeBroker(), EventRouter()
 
     @router.on(OrderPlaced)
@@ -129,7 +129,7 @@ async def test_what_an_undecodable_message_holds_comes_out_nowhere_but_in_its_de
 
 
 @pytest.mark.scenario(104)
-def test_settings_and_clients_show_no_secret_when_they_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_settings_and_clients_contain_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INTEGR8S_IDEM_KAFKA__SASL_PASSWORD", SECRET)
     monkeypatch.setenv("INTEGR8S_IDEM_STORE__URL", f"redis://user:{SECRET}@localhost:1/0")
     monkeypatch.setenv("INTEGR8S_IDEM_TELEMETRY__OTLP_ENDPOINT", f"http://user:{SECRET}@collector:4318")
@@ -145,7 +145,9 @@ def test_settings_and_clients_show_no_secret_when_they_are_printed(monkeypatch: 
 
 @pytest.mark.scenario(52, 104)
 @pytest.mark.parametrize("where", ["password", "url", "query"])
-async def test_a_store_that_refuses_or_is_gone_is_told_of_without_the_password(log: io.StringIO, where: str) -> None:
+async def test_errors_of_a_refusing_or_unreachable_store_do_not_contain_the_password(
+    log: io.StringIO, where: str
+) -> None:
     with RedisServer(tcp=True, config={"requirepass": "another"}) as server:
         address = f"127.0.0.1:{server.port}"
         settings = {
@@ -172,7 +174,7 @@ async def error_of(settings: RedisStoreSettings) -> StoreError:
 
 
 @pytest.mark.scenario(104)
-async def test_a_broker_that_is_gone_is_told_of_without_the_password(log: io.StringIO) -> None:
+async def test_errors_of_an_unreachable_broker_do_not_contain_the_password(log: io.StringIO) -> None:
     settings = KafkaSettings.model_validate(
         {
             "bootstrap_servers": "127.0.0.1:1",
@@ -209,14 +211,14 @@ async def test_a_broker_that_is_gone_is_told_of_without_the_password(log: io.Str
         ("unexpected token: x", "unexpected token: x"),
     ],
 )
-def test_credentials_in_foreign_texts_are_hidden_and_the_rest_stays(text: str, shown: str) -> None:
+def test_credentials_in_error_texts_are_redacted(text: str, shown: str) -> None:
     assert redacted(text) == shown
     assert describe_error(ValueError(text)) == f"ValueError: {shown}"
 
 
 @pytest.mark.scenario(108, 110)
 @pytest.mark.parametrize("piece", ["://", "password=", "x", "a://b:", " ", "@", "://@"])
-def test_an_error_of_megabytes_is_cut_and_costs_little(piece: str) -> None:
+def test_an_error_text_of_megabytes_is_truncated_quickly(piece: str) -> None:
     error = ValueError(piece * 1_000_000)
     began = time.thread_time()
 
@@ -227,7 +229,7 @@ def test_an_error_of_megabytes_is_cut_and_costs_little(piece: str) -> None:
 
 
 @pytest.mark.scenario(108)
-def test_a_secret_at_the_place_where_an_error_is_cut_is_hidden_all_the_same() -> None:
+def test_a_secret_at_the_truncation_point_is_redacted() -> None:
     for before in range(LONGEST_ERROR - 60, LONGEST_ERROR + 1):
         text = describe_error(ValueError("x" * before + f" redis://user:{SECRET}@h:1/0"))
 
@@ -241,7 +243,7 @@ class UntellableError(Exception):
 
 @pytest.mark.scenario(108)
 @virtual_time
-async def test_an_error_that_cannot_be_told_is_dead_lettered_like_any_other() -> None:
+async def test_an_error_whose_str_fails_is_dead_lettered() -> None:
     broker, router = FakeBroker(), EventRouter()
 
     @router.on(OrderPlaced)
@@ -257,5 +259,5 @@ async def test_an_error_that_cannot_be_told_is_dead_lettered_like_any_other() ->
     assert dict(letter.headers)["idempotency-dlq-error-class"] == b"UntellableError"
 
 
-def test_settings_without_secrets_are_shown_as_they_are() -> None:
+def test_settings_without_secrets_are_printed_unchanged() -> None:
     assert "bootstrap_servers='localhost:9092'" in repr(Settings())

@@ -58,12 +58,12 @@ def test_no_data_becomes_code(path: Path) -> None:
     "line",
     ["import pickle", "from yaml import load", "eval(x)", "exec(x)", "marshal.loads(x)", "run(x, shell=True)"],
 )
-def test_data_that_becomes_code_would_be_seen(line: str) -> None:
+def test_code_execution_from_data_would_be_detected(line: str) -> None:
     assert len(list(offences(ast.parse(line)))) == 1
 
 
 @pytest.mark.scenario(105)
-def test_the_text_of_a_script_is_read_from_its_file_and_never_put_together() -> None:
+def test_scripts_are_read_from_files_and_never_assembled() -> None:
     scripts = ROOT / "integr8s_idem/stores/redis/scripts.py"
     tree = ast.parse(scripts.read_text())
 
@@ -82,7 +82,7 @@ def test_the_text_of_a_script_is_read_from_its_file_and_never_put_together() -> 
 
 @pytest.mark.scenario(105)
 @pytest.mark.parametrize("path", LUA, ids=lambda path: path.name)
-def test_a_script_touches_only_the_keys_it_is_given_and_runs_no_data(path: Path) -> None:
+def test_a_script_accesses_only_its_keys_and_runs_no_data(path: Path) -> None:
     text = re.sub(r"--[^\n]*", "", path.read_text())
     commands = set(re.findall(r"p?call\('(\w+)'", text))
 
@@ -101,7 +101,7 @@ def is_call_of(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
 
 @pytest.mark.scenario(105)
 @pytest.mark.parametrize("name", ["k'] .. redis.call('FLUSHALL') --", "k\r\nFLUSHALL\r\n", "*1\r\n$8\r\nFLUSHALL\r\n"])
-async def test_a_key_and_an_owner_that_look_like_commands_are_data(redis_client: Redis, name: str) -> None:
+async def test_keys_and_owners_that_look_like_commands_are_data(redis_client: Redis, name: str) -> None:
     await redis_client.set("bystander", "here")
     store = RedisIdempotencyRepository(redis_client)
     lease = timedelta(seconds=30)

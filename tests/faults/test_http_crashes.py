@@ -85,7 +85,7 @@ def rows_of(outcome: Outcome, shape: str) -> dict[CrashPoint, list[int]]:
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != TRANSACTIONAL])
 @pytest.mark.scenario(119)
-def test_wherever_a_server_dies_its_requests_are_answered_and_repeat_only_between_commit_and_record(
+def test_requests_to_a_crashed_server_are_answered_and_repeat_only_rows_committed_before_their_record(
     outcome: Outcome, shape: str
 ) -> None:
     told = rows_of(outcome, shape)
@@ -97,12 +97,12 @@ def test_wherever_a_server_dies_its_requests_are_answered_and_repeat_only_betwee
 
 
 @pytest.mark.scenario(120)
-def test_in_the_transaction_of_its_effect_no_request_is_done_twice_wherever_its_server_dies(outcome: Outcome) -> None:
+def test_a_request_with_a_transactional_outcome_runs_once_wherever_the_server_crashes(outcome: Outcome) -> None:
     assert rows_of(outcome, TRANSACTIONAL) == {point: [1] for point in ORDERED_POINTS}
 
 
 @pytest.mark.scenario(119, 120)
-def test_servers_of_many_requests_that_die_again_and_again_lose_none(outcome: Outcome) -> None:
+def test_servers_that_crash_repeatedly_under_load_lose_no_request(outcome: Outcome) -> None:
     figures = outcome.trials
     if isinstance(figures, BaseException):
         raise figures

@@ -49,7 +49,7 @@ def prepared(effects: Effects) -> Effects:
 # The sink and the records.
 
 
-def test_a_work_under_two_keys_is_twice_in_the_sink(prepared: Effects) -> None:
+def test_work_under_two_keys_is_repeated_in_the_sink(prepared: Effects) -> None:
     run_once(prepared, attempt())
     run_once(prepared, attempt(2, 2, key="idempotency:billing:7-changed"))
 
@@ -57,7 +57,7 @@ def test_a_work_under_two_keys_is_twice_in_the_sink(prepared: Effects) -> None:
         prepared.judge({"order-7"})
 
 
-def test_a_work_that_ran_twice_under_one_key_is_once_in_the_sink(prepared: Effects) -> None:
+def test_work_that_ran_twice_under_one_key_is_once_in_the_sink(prepared: Effects) -> None:
     run_once(prepared, attempt(1, 1))
     run_once(prepared, attempt(2, 2))
 
@@ -66,7 +66,7 @@ def test_a_work_that_ran_twice_under_one_key_is_once_in_the_sink(prepared: Effec
     assert figures == {"events": 1, "lost": 0, "repeats": 1, "fenced_repeats": 0}
 
 
-def test_a_completion_by_a_run_that_was_overtaken_is_a_violation(prepared: Effects) -> None:
+def test_a_completion_by_an_overtaken_run_is_a_violation(prepared: Effects) -> None:
     run_once(prepared, attempt(1, 1))
     prepared.note("begin", "order-7", attempt(2, 2))
 
@@ -74,7 +74,7 @@ def test_a_completion_by_a_run_that_was_overtaken_is_a_violation(prepared: Effec
         prepared.judge_records([record(fence=1)])
 
 
-def test_a_result_of_a_run_that_was_overtaken_is_a_violation(prepared: Effects) -> None:
+def test_the_result_of_an_overtaken_run_is_a_violation(prepared: Effects) -> None:
     """What a store does that believes anybody: the record is the second run's, the result in it the first one's."""
     run_once(prepared, attempt(1, 1))
     prepared.note("begin", "order-7", attempt(2, 2))
@@ -84,7 +84,7 @@ def test_a_result_of_a_run_that_was_overtaken_is_a_violation(prepared: Effects) 
     prepared.judge_records([record(2, prepared.receipt("order-7", attempt(2, 2)))])
 
 
-def test_a_completion_under_a_reservation_made_anew_is_counted(prepared: Effects) -> None:
+def test_a_completion_of_a_recreated_reservation_is_counted(prepared: Effects) -> None:
     run_once(prepared, attempt(1, 1))
 
     figures = prepared.judge_records([record(fence=2)])
@@ -111,18 +111,18 @@ async def completed(store: MemoryIdempotencyRepository) -> Attempt:
     return attempt(reserved.attempt, reserved.fence)
 
 
-async def test_a_completed_record_that_is_given_out_again_is_a_violation(prepared: Effects) -> None:
+async def test_a_completed_key_that_is_reserved_again_is_a_violation(prepared: Effects) -> None:
     store = MemoryIdempotencyRepository()
     keys = CompletedKeys(store, prepared, "idempotency:")
     told = await completed(store)
     run_once(prepared, told)
-    await keys.look()
+    await keys.check()
 
     await store.delete([told.key])
     await completed(store)
 
     with pytest.raises(ViolationError, match="no longer as it was"):
-        await keys.look()
+        await keys.check()
 
 
 @pytest.mark.parametrize("later", [0, 1])
@@ -131,27 +131,27 @@ async def test_a_run_after_the_completion_is_a_violation(prepared: Effects, late
     keys = CompletedKeys(store, prepared, "idempotency:")
     told = await completed(store)
     run_once(prepared, told)
-    await keys.look()
+    await keys.check()
 
     run_once(prepared, attempt(told.number + later, told.fence + later))
 
     with pytest.raises(ViolationError, match="was completed by fence"):
-        await keys.look()
+        await keys.check()
 
 
-async def test_a_run_that_was_overtaken_may_begin_late_unless_nobody_lived(prepared: Effects) -> None:
+async def test_an_overtaken_run_may_start_late_unless_no_worker_was_running(prepared: Effects) -> None:
     store = MemoryIdempotencyRepository()
     keys = CompletedKeys(store, prepared, "idempotency:")
     told = await completed(store)
     run_once(prepared, told)
-    await keys.look()
+    await keys.check()
 
     run_once(prepared, attempt(1, told.fence - 2))
-    await keys.look(no_worker_running=True)
+    await keys.check(no_worker_running=True)
     run_once(prepared, attempt(1, told.fence - 1))
 
     with pytest.raises(ViolationError, match="was completed after 2 runs"):
-        await keys.look()
+        await keys.check()
 
 
 # The simulation's rule E1.
@@ -162,9 +162,7 @@ async def test_a_run_that_was_overtaken_may_begin_late_unless_nobody_lived(prepa
     ("bug", "said"),
     [("key_made_again", "is in the sink more than once"), ("no_token_check", "though a run by")],
 )
-def test_a_broken_sink_is_found_by_the_rule_for_it(
-    bug: str, said: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_broken_sink_violates_rule_e1(bug: str, said: str, record_property: Callable[[str, object], None]) -> None:
     with BUGS[bug]():
         found = next(
             told
@@ -192,7 +190,7 @@ def lines_of(*starts: Start) -> Lines:
     return lines
 
 
-def test_a_start_in_time_is_no_violation() -> None:
+def test_a_start_in_time_is_not_a_violation() -> None:
     assert judge_starts(lines_of(started(10.01)), [])["starts"] == 1
 
 
@@ -205,7 +203,7 @@ def test_a_start_in_time_is_no_violation() -> None:
         (started(11.5), "after its lease had ended"),
     ],
 )
-def test_a_start_that_was_not_checked_in_time_is_a_violation(start: Start, complaint: str) -> None:
+def test_a_start_without_a_timely_check_is_a_violation(start: Start, complaint: str) -> None:
     with pytest.raises(ViolationError, match=complaint):
         judge_starts(lines_of(start), [])
 
@@ -232,7 +230,7 @@ def test_two_starts_of_one_reservation_are_a_violation() -> None:
         judge_starts(lines_of(started(10.01), started(10.02)), [])
 
 
-def test_works_that_were_lost_or_completed_twice_or_by_an_overtaken_attempt_are_violations() -> None:
+def test_lost_work_and_double_or_overtaken_completions_are_violations() -> None:
     one, two = started(10.01), started(10.9, fence=2, attempt=2)
     done = IdempotencyRecord(key=one.key, status=IdempotencyStatus.COMPLETED, attempt=2, fence=2)
 

@@ -93,7 +93,7 @@ async def swallowed_confirmations(network: Network) -> None:
 @pytest.mark.parametrize(
     "fault", [resets, half_open, delays, a_stall, swallowed_commits, swallowed_confirmations], ids=lambda f: f.__name__
 )
-async def test_a_bad_network_to_kafka_loses_and_repeats_nothing(
+async def test_network_faults_to_kafka_lose_and_repeat_nothing(
     network: Network, fault: Callable[[Network], Awaitable[None]]
 ) -> None:
     feeding = asyncio.create_task(network.workload.feed(every=0.1))
@@ -110,7 +110,7 @@ async def test_a_bad_network_to_kafka_loses_and_repeats_nothing(
 
 
 @pytest.mark.scenario(66, 67)
-async def test_a_damaged_batch_stops_its_partition_with_an_alarm_and_no_other(network: Network) -> None:
+async def test_a_damaged_batch_stops_only_its_partition_with_an_alarm(network: Network) -> None:
     workload, observer = network.workload, CountingObserver()
     [member] = workload.members
     assert member.worker._poller is not None
@@ -130,7 +130,7 @@ async def test_a_damaged_batch_stops_its_partition_with_an_alarm_and_no_other(ne
     assert "poisoned" not in workload.effects.done()
 
 
-async def test_a_batch_whose_length_is_damaged_on_its_way_is_fetched_again(network: Network) -> None:
+async def test_a_batch_whose_length_is_damaged_in_transit_is_fetched_again(network: Network) -> None:
     """The client takes it for a message beyond its limits, and moves on by one: that must not stay so."""
     workload = network.workload
     placed = network.proxy.put(Corrupt(b"poisoned", BATCH_SIZE_FROM_KEY, mask=0x7F))

@@ -34,7 +34,7 @@ async def admin() -> AsyncIterator[Any]:
 
 
 @pytest.mark.scenario(69)
-async def test_a_group_without_offsets_stops_loudly_where_nobody_said_where_to_begin() -> None:
+async def test_a_group_without_offsets_fails_if_the_reset_policy_is_none() -> None:
     async with open_workload(servers.kafka(), auto_offset_reset="none") as workload:
         await workload.publish_round()
         member = await workload.join()
@@ -49,7 +49,7 @@ async def test_a_group_without_offsets_stops_loudly_where_nobody_said_where_to_b
 
 @pytest.mark.scenario(69)
 @pytest.mark.parametrize("policy", ["none", "earliest"])
-async def test_offsets_that_are_gone_are_refused_or_begin_at_the_first_message_by_policy(policy: str) -> None:
+async def test_the_reset_policy_decides_what_happens_to_offsets_out_of_range(policy: str) -> None:
     async with open_workload(servers.kafka(), partitions=1, auto_offset_reset=policy) as workload:
         await workload.publish_round()
         await commit(workload, 1_000)
@@ -78,7 +78,7 @@ async def commit(workload: Workload, offset: int) -> None:
 
 @pytest.mark.scenario(70)
 @pytest.mark.parametrize("metadata_age", [1, 20], ids=["noticed", "unnoticed"])
-async def test_what_comes_in_a_topic_made_anew_is_handled(admin: Any, metadata_age: int) -> None:
+async def test_messages_in_a_recreated_topic_are_handled(admin: Any, metadata_age: int) -> None:
     # Should a fetch fail between the two topics, the client sees that there is none, and looks again at that age.
     async with open_workload(servers.kafka(), partitions=1, metadata_max_age_seconds=metadata_age) as workload:
         await workload.join()
@@ -106,7 +106,7 @@ async def made_anew(workload: Workload) -> None:
 
 
 @pytest.mark.scenario(71)
-async def test_partitions_that_are_added_are_consumed(admin: Any) -> None:
+async def test_added_partitions_are_consumed(admin: Any) -> None:
     async with open_workload(servers.kafka(), partitions=1) as workload:
         member = await workload.join()
         await workload.publish_round()
@@ -145,7 +145,7 @@ async def send_null(workload: Workload, key: bytes | None) -> None:
 
 
 @pytest.mark.scenario(73)
-async def test_while_there_is_no_dead_letter_topic_what_needs_it_waits_and_others_go_on(
+async def test_a_partition_waits_for_a_missing_dead_letter_topic_and_others_continue(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     need_kafka(own=True)
@@ -172,7 +172,7 @@ async def test_while_there_is_no_dead_letter_topic_what_needs_it_waits_and_other
 
 
 @pytest.mark.scenario(73)
-async def test_a_letter_too_large_for_its_topic_sheds_value_then_headers_then_key(admin: Any) -> None:
+async def test_a_dead_letter_that_is_too_large_drops_value_then_headers_then_key(admin: Any) -> None:
     small: Any = NewTopic
     large, headers = b"x" * 30_000, [("large", b"h" * 30_000)]  # several small ones share a batch of 16 KiB
     async with open_workload(servers.kafka(), partitions=1) as workload:
@@ -192,7 +192,7 @@ async def test_a_letter_too_large_for_its_topic_sheds_value_then_headers_then_ke
 
 
 @pytest.mark.scenario(73)
-async def test_small_letters_that_come_at_once_to_a_topic_with_a_small_limit_stay_whole(admin: Any) -> None:
+async def test_concurrent_small_dead_letters_stay_whole_with_a_small_message_limit(admin: Any) -> None:
     small: Any = NewTopic
     async with open_workload(servers.kafka(), partitions=1) as workload:
         workload.service = workload.service.model_copy(update={"ordering": "none"})

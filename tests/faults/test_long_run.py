@@ -50,7 +50,7 @@ def test_a_storm_of_triplicates_is_handled_once_each() -> None:
 
 @pytest.mark.scenario(15)
 @virtual_time
-async def test_a_topic_played_again_runs_nothing_until_the_ttl_is_over_and_everything_then() -> None:
+async def test_a_topic_consumed_again_runs_nothing_until_the_ttl_ends() -> None:
     broker, here, runs, router = FakeBroker(), guarded(), list[str](), EventRouter()
 
     @router.on(OrderPlaced)
@@ -94,7 +94,9 @@ async def hold(manager: IdempotencyManager, count: int) -> None:
 
 
 @pytest.mark.scenario(113)
-async def test_a_hundred_thousand_keys_are_counted_and_scanned_while_others_go_on(manager: IdempotencyManager) -> None:
+async def test_a_hundred_thousand_keys_are_counted_and_scanned_without_blocking_others(
+    manager: IdempotencyManager,
+) -> None:
     many, pauses, done = 100_000, list[float](), asyncio.Event()
     await hold(manager, many)
 
@@ -118,7 +120,7 @@ async def test_a_hundred_thousand_keys_are_counted_and_scanned_while_others_go_o
 
 
 @pytest.mark.scenario(113)
-async def test_a_scan_keeps_a_page_in_memory_and_not_all(manager: IdempotencyManager) -> None:
+async def test_a_scan_keeps_only_one_page_in_memory(manager: IdempotencyManager) -> None:
     await hold(manager, 5_000)
 
     tracemalloc.start()
@@ -196,7 +198,7 @@ async def peak_of(router: EventRouter, size: int, until: Callable[[ServiceWorker
 
 @pytest.mark.scenario(114)
 @virtual_time
-async def test_a_handler_slower_than_its_topic_keeps_a_bounded_number_of_messages_in_memory() -> None:
+async def test_a_slow_handler_keeps_a_bounded_number_of_messages_in_memory() -> None:
     router = EventRouter()
 
     @router.on(OrderPlaced)
@@ -212,7 +214,7 @@ async def test_a_handler_slower_than_its_topic_keeps_a_bounded_number_of_message
 
 @pytest.mark.scenario(114)
 @virtual_time
-async def test_large_messages_are_bounded_by_their_bytes() -> None:
+async def test_large_messages_in_memory_are_bounded_by_their_size() -> None:
     router = EventRouter()
 
     @router.on(OrderPlaced)
@@ -228,7 +230,7 @@ async def test_large_messages_are_bounded_by_their_bytes() -> None:
 
 @pytest.mark.scenario(114)
 @virtual_time
-async def test_one_stuck_message_does_not_let_the_rest_of_its_partition_fill_the_memory(
+async def test_a_stuck_message_does_not_let_its_partition_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     router, most = EventRouter(), 2_000

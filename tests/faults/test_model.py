@@ -53,7 +53,7 @@ def test_no_interleaving_of_three_workers_and_two_keys_breaks_a_rule() -> None:
 @pytest.mark.parametrize(
     ("name", "rule"), [(name, rule) for name, variant in VARIANTS.items() for rule in variant.breaks]
 )
-def test_each_known_bug_is_found_with_the_shortest_way_to_it(name: str, rule: Rule) -> None:
+def test_each_known_bug_is_found_with_a_shortest_counterexample(name: str, rule: Rule) -> None:
     variant = VARIANTS[name]
 
     found = explore(Machine(variant.setup, variant.protocol), look_for=[rule]).counterexample
@@ -66,7 +66,7 @@ def test_each_known_bug_is_found_with_the_shortest_way_to_it(name: str, rule: Ru
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_where_a_variant_breaks_ours_does_not(name: str) -> None:
+def test_the_protocol_keeps_the_rules_that_a_variant_breaks(name: str) -> None:
     variant = VARIANTS[name]
 
     first = explore(Machine(variant.setup, variant.protocol)).counterexample
@@ -77,7 +77,7 @@ def test_where_a_variant_breaks_ours_does_not(name: str) -> None:
     assert ours is None
 
 
-def test_the_way_to_the_lost_message_of_the_seeds_reads_like_a_story() -> None:
+def test_a_counterexample_is_printed_as_a_readable_table() -> None:
     variant = VARIANTS["acknowledge-in-progress"]
     found = explore(Machine(variant.setup, variant.protocol)).counterexample
     assert found is not None
@@ -98,7 +98,7 @@ def test_the_way_to_the_lost_message_of_the_seeds_reads_like_a_story() -> None:
     ]
 
 
-def test_remembering_what_actors_do_changes_nothing() -> None:
+def test_memoizing_moves_does_not_change_the_result() -> None:
     setup = TWO_WORKERS[2]
 
     quick = explore(Machine(setup, OURS))
@@ -107,7 +107,7 @@ def test_remembering_what_actors_do_changes_nothing() -> None:
     assert (quick.states, quick.steps, quick.depth) == (plain.states, plain.steps, plain.depth)
 
 
-async def test_every_step_of_a_record_in_the_model_is_the_real_stores() -> None:
+async def test_every_record_transition_of_the_model_matches_the_real_store() -> None:
     calls: set[StoreCall] = set()
 
     for setup in TWO_WORKERS:
@@ -122,7 +122,7 @@ async def test_every_step_of_a_record_in_the_model_is_the_real_stores() -> None:
 
 
 @virtual_time
-async def test_a_run_after_a_lost_lease_knows_of_the_run_before_it_though_the_record_was_written_anew() -> None:
+async def test_a_run_after_a_lost_lease_counts_the_previous_run_although_its_record_was_recreated() -> None:
     here, job, work = guarded(), Job(seconds=4 * LEASE), Work(Key.of("order:1"))
     first = asyncio.create_task(here.manager.execute(work, job.with_attempt))
     await job.started.wait()

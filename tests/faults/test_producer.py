@@ -35,7 +35,7 @@ async def test_a_producer_out_of_order_is_replaced_and_its_event_can_be_publishe
 
 
 @pytest.mark.scenario(74)
-async def test_a_producer_that_is_fenced_is_replaced_and_its_event_can_be_published_again(
+async def test_a_fenced_producer_is_replaced_and_its_event_can_be_published_again(
     kafka: Kafka, topic_prefix: str, redis_url: str
 ) -> None:
     first, second, third = orders(3)

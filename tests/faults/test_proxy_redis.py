@@ -85,7 +85,7 @@ VERBS = {"reserve": [1], "renew": [1], "complete": [1], "release": [2], "fail": 
 @pytest.mark.scenario(10, 11)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("verb", VERBS)
-async def test_a_call_that_is_cut_short_is_repeated_without_harm(
+async def test_an_interrupted_call_is_repeated_safely(
     proxy: FaultProxy, effects: Effects, verb: str, step: str
 ) -> None:
     async with open_redis_shop(effects, proxy.address, lease=SHORT_LEASE, behave=misbehave) as shop:
@@ -108,7 +108,7 @@ async def test_a_call_that_is_cut_short_is_repeated_without_harm(
         assert (shop.tally.leases_lost, shop.tally.waits) == (0, 0)
 
 
-async def test_a_failure_whose_answer_was_lost_is_remembered_once(proxy: FaultProxy, effects: Effects) -> None:
+async def test_a_failure_whose_response_was_lost_is_recorded_once(proxy: FaultProxy, effects: Effects) -> None:
     async with open_redis_shop(effects, proxy.address, behave=misbehave) as shop:
         proxy.put(calls_of("fail"))
 
@@ -120,7 +120,7 @@ async def test_a_failure_whose_answer_was_lost_is_remembered_once(proxy: FaultPr
 
 
 @pytest.mark.scenario(18)
-async def test_a_worker_that_dies_inside_reserve_delays_its_event_by_one_lease(
+async def test_a_crash_during_reserve_delays_the_event_by_one_lease(
     server: RedisServer, proxy: FaultProxy, effects: Effects
 ) -> None:
     async with open_redis_shop(effects, proxy.address, lease=6, timeout=5) as doomed:
@@ -149,7 +149,7 @@ def _keys(server: RedisServer) -> list[str]:
 
 
 @pytest.mark.scenario(22)
-async def test_a_worker_that_dies_inside_complete_leaves_its_work_done(
+async def test_a_crash_during_complete_does_not_repeat_the_work(
     server: RedisServer, proxy: FaultProxy, effects: Effects
 ) -> None:
     async with open_redis_shop(effects, proxy.address, lease=2, timeout=1) as doomed:
@@ -172,7 +172,7 @@ async def test_a_worker_that_dies_inside_complete_leaves_its_work_done(
 
 @pytest.mark.scenario(42)
 @pytest.mark.parametrize("fault", [Delay(2), Drip(3), Stall()], ids=["slow", "dripping", "silent"])
-async def test_a_slow_store_pauses_the_worker_and_reserves_nothing_twice(
+async def test_a_slow_store_pauses_the_worker_without_double_reservations(
     proxy: FaultProxy, effects: Effects, fault: Delay | Drip | Stall
 ) -> None:
     async with open_redis_shop(effects, proxy.address) as shop:
@@ -190,7 +190,7 @@ async def test_a_slow_store_pauses_the_worker_and_reserves_nothing_twice(
 
 
 @pytest.mark.scenario(43)
-async def test_a_half_open_connection_is_noticed_within_the_deadline(proxy: FaultProxy, effects: Effects) -> None:
+async def test_a_half_open_connection_is_detected_within_the_deadline(proxy: FaultProxy, effects: Effects) -> None:
     async with open_redis_shop(effects, proxy.address) as shop:
         shop.order(1)
         await shop.settled()
@@ -209,7 +209,7 @@ async def test_a_half_open_connection_is_noticed_within_the_deadline(proxy: Faul
 
 
 @pytest.mark.scenario(41)
-async def test_a_store_that_was_away_is_used_again_within_five_seconds(proxy: FaultProxy, effects: Effects) -> None:
+async def test_work_resumes_within_five_seconds_after_a_store_outage(proxy: FaultProxy, effects: Effects) -> None:
     async with open_redis_shop(effects, proxy.address) as shop:
         shop.order(1)
         await shop.settled()
@@ -227,7 +227,7 @@ async def test_a_store_that_was_away_is_used_again_within_five_seconds(proxy: Fa
         shop.untouched()
 
 
-async def test_connections_reset_all_the_time_cost_nothing_but_time(proxy: FaultProxy, effects: Effects) -> None:
+async def test_constant_connection_resets_only_delay_work(proxy: FaultProxy, effects: Effects) -> None:
     async with open_redis_shop(effects, proxy.address, behave=briefly) as shop:
         shop.order(60)
 
@@ -242,7 +242,7 @@ async def test_connections_reset_all_the_time_cost_nothing_but_time(proxy: Fault
 
 
 @pytest.mark.scenario(10, 11)
-async def test_every_third_answer_lost_at_random_loses_and_repeats_nothing(proxy: FaultProxy, effects: Effects) -> None:
+async def test_losing_a_third_of_the_responses_loses_and_repeats_nothing(proxy: FaultProxy, effects: Effects) -> None:
     async with open_redis_shop(effects, proxy.address, behave=briefly) as shop:
         lost = proxy.put(Cut(matching=b"EVALSHA", times=None, chance=1 / 3, seed=3, reset=True))
 
@@ -254,7 +254,7 @@ async def test_every_third_answer_lost_at_random_loses_and_repeats_nothing(proxy
 
 
 @pytest.mark.scenario(54)
-async def test_an_exhausted_pool_is_waited_for_and_leaks_nothing(
+async def test_calls_wait_for_an_exhausted_pool_without_leaking_connections(
     server: RedisServer, proxy: FaultProxy, effects: Effects
 ) -> None:
     narrow = {"max_connections": 2}

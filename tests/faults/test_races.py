@@ -50,14 +50,14 @@ async def managers(redis_server: RedisServer) -> AsyncIterator[list[IdempotencyM
 
 
 @pytest.mark.scenario(8, 9)
-def test_of_a_hundred_takers_at_the_end_of_a_lease_one_gets_the_key_and_the_first_owner_writes_nothing() -> None:
+def test_one_of_a_hundred_takeovers_wins_and_the_first_owner_writes_nothing() -> None:
     figures = races.run(0, races.CAMPAIGN.in_test)
 
     assert figures["rounds"] == figures["takeovers"] == races.CAMPAIGN.in_test
 
 
 @pytest.mark.scenario(2)
-async def test_of_a_hundred_callers_at_a_barrier_one_gets_the_key_and_all_see_its_result(
+async def test_one_of_a_hundred_concurrent_callers_reserves_the_key_and_all_see_the_result(
     managers: list[IdempotencyManager],
 ) -> None:
     barrier = asyncio.Barrier(100)
@@ -76,7 +76,7 @@ async def test_of_a_hundred_callers_at_a_barrier_one_gets_the_key_and_all_see_it
 
 
 @pytest.mark.scenario(2)
-async def test_a_hundred_runs_at_once_are_one_run_and_a_hundred_results(managers: list[IdempotencyManager]) -> None:
+async def test_a_hundred_concurrent_calls_run_once_and_share_the_result(managers: list[IdempotencyManager]) -> None:
     job = Job(seconds=0.2)
 
     results = await asyncio.gather(*(managers[number % 10].run("order:1", job) for number in range(100)))
@@ -103,7 +103,7 @@ async def test_a_second_delivery_gets_the_result_byte_for_byte(managers: list[Id
 
 
 @pytest.mark.scenario(4)
-async def test_a_duplicate_of_a_run_that_fails_makes_one_retry_at_attempt_two(
+async def test_waiting_duplicates_of_a_failed_run_make_one_retry(
     managers: list[IdempotencyManager],
 ) -> None:
     job, work = Job(seconds=0.2, errors=[ConnectionError("for a moment")]), Key.of("order:1")
@@ -124,7 +124,7 @@ async def test_a_duplicate_of_a_run_that_fails_makes_one_retry_at_attempt_two(
 
 @pytest.mark.scenario(7)
 @virtual_time
-async def test_equal_content_is_handled_once_and_in_another_event_type_once_more() -> None:
+async def test_equal_content_is_handled_once_per_event_type() -> None:
     runs, router = list[str](), EventRouter()
 
     @router.on(OrderPlaced, OrderMoved, name="handle")
@@ -143,7 +143,7 @@ async def test_equal_content_is_handled_once_and_in_another_event_type_once_more
 @pytest.mark.scenario(16)
 @pytest.mark.parametrize("ordering", ["partition", "none"])
 @virtual_time
-async def test_a_handler_that_publishes_its_own_event_again_is_not_run_for_it_and_blocks_nothing(
+async def test_a_handler_that_republishes_its_own_event_does_not_run_again_or_block(
     ordering: Literal["partition", "none"],
 ) -> None:
     broker, runs, router = FakeBroker(), list[str](), EventRouter()

@@ -51,10 +51,10 @@ AT_ONCE = 8.0
 
 
 @pytest.fixture
-async def servers() -> AsyncIterator[Servers]:
+async def crash_servers() -> AsyncIterator[Servers]:
     need_kafka(own=True)
-    async with open_servers() as servers:
-        yield servers
+    async with open_servers() as opened:
+        yield opened
 
 
 @pytest.mark.slow
@@ -72,10 +72,12 @@ def test_workers_killed_at_random_moments_lose_nothing_and_keep_the_order_of_eac
 
 @pytest.mark.slow
 @pytest.mark.scenario(30)
-async def test_a_message_that_kills_every_worker_is_dead_lettered_and_its_partition_moves_on(servers: Servers) -> None:
+async def test_a_message_that_kills_every_worker_is_dead_lettered_and_its_partition_moves_on(
+    crash_servers: Servers,
+) -> None:
     async with (
         ForkServer() as fork_server,
-        WorkerGroup.open(servers, fork_server, "deadly", random.Random(0), size=0) as worker_group,
+        WorkerGroup.open(crash_servers, fork_server, "deadly", random.Random(0), size=0) as worker_group,
     ):
         deadly = Job(work="killer", kind="deadly", aggregate_id="one")
         behind = Job(work="behind", aggregate_id="one")
@@ -98,10 +100,10 @@ async def test_a_message_that_kills_every_worker_is_dead_lettered_and_its_partit
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.scenario(30)
-async def test_one_event_that_kills_its_workers_takes_none_of_thirty_neighbors_along(servers: Servers) -> None:
+async def test_thirty_events_next_to_a_poison_event_are_handled(crash_servers: Servers) -> None:
     async with (
         ForkServer() as fork_server,
-        WorkerGroup.open(servers, fork_server, "neighbors", random.Random(0), size=0) as worker_group,
+        WorkerGroup.open(crash_servers, fork_server, "neighbors", random.Random(0), size=0) as worker_group,
     ):
         deadly = Job(work="killer", kind="deadly", seconds=HEALTHY / 5, aggregate_id="killer")
         healthy = [Job(work=f"healthy-{each}", seconds=HEALTHY, aggregate_id=f"{each}") for each in range(30)]
@@ -185,7 +187,7 @@ async def tasks(
 
 
 @pytest.mark.scenario(29)
-async def test_a_second_sigterm_ends_the_drain_and_the_next_worker_does_the_rest_once(
+async def test_a_second_sigterm_ends_the_drain_and_the_next_worker_handles_the_rest_once(
     tasks: Tasks, topic_prefix: str, redis_url: str
 ) -> None:
     write_settings(tasks, topic_prefix, redis_url, drain=LONG)
@@ -208,9 +210,7 @@ async def test_a_second_sigterm_ends_the_drain_and_the_next_worker_does_the_rest
 
 
 @pytest.mark.scenario(29)
-async def test_a_sigterm_gives_handlers_their_grace_and_no_more(
-    tasks: Tasks, topic_prefix: str, redis_url: str
-) -> None:
+async def test_handlers_get_the_drain_timeout_after_a_sigterm(tasks: Tasks, topic_prefix: str, redis_url: str) -> None:
     write_settings(tasks, topic_prefix, redis_url, drain=GRACE)
     long, brief = TaskGiven(work="long", before=LONG), TaskGiven(work="brief", before=GRACE / 2)
     with tasks.service("first") as first:
@@ -228,7 +228,7 @@ async def test_a_sigterm_gives_handlers_their_grace_and_no_more(
     assert "Traceback" not in first.output
 
 
-def test_a_leak_of_two_megabytes_an_hour_is_found_in_half_an_hour_of_noise(tmp_path: Path) -> None:
+def test_a_leak_of_two_megabytes_per_hour_is_detected_in_half_an_hour_of_noisy_samples(tmp_path: Path) -> None:
     """The noise is larger than what a soak showed: a tenth of a megabyte around, and steps of half of one."""
     steady, leaking = tmp_path / "steady", tmp_path / "leaking"
     write_samples(steady, bytes_an_hour=0)

@@ -28,7 +28,7 @@ def _kafka_is_there() -> None:
 
 
 @pytest.mark.scenario(62, 63)
-def test_members_that_join_and_leave_every_two_seconds_cost_no_event_and_no_order() -> None:
+def test_members_that_join_and_leave_every_two_seconds_lose_no_event_and_keep_the_order() -> None:
     figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
 
     assert figures["rebalances"] == CAMPAIGN.in_test
@@ -37,7 +37,7 @@ def test_members_that_join_and_leave_every_two_seconds_cost_no_event_and_no_orde
 
 
 @pytest.mark.scenario(65)
-async def test_a_full_worker_rests_on_after_a_rebalance_that_cleared_its_pauses() -> None:
+async def test_a_full_worker_stays_paused_after_a_rebalance() -> None:
     async with open_workload(servers.kafka(), partitions=2) as workload:
         workload.service = BY_KEY.model_copy(update={"max_in_flight": KEYS, "drain_timeout_seconds": 0.1})
         first = await workload.join()

@@ -62,7 +62,7 @@ async def loaded(shop: RedisShop) -> AsyncIterator[None]:
 
 
 @pytest.mark.scenario(50)
-async def test_slots_that_move_under_load_cost_nothing(
+async def test_slots_move_under_load_without_loss_or_repeats(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository, effects: Effects
 ) -> None:
     target = cluster.primaries()[0]
@@ -80,7 +80,7 @@ async def test_slots_that_move_under_load_cost_nothing(
 
 
 @pytest.mark.scenario(44)
-async def test_a_worker_follows_the_replica_that_takes_a_primarys_place(
+async def test_a_worker_follows_the_replica_that_replaces_a_primary(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository, effects: Effects
 ) -> None:
     slot = BUCKET_SLOTS[0]
@@ -100,7 +100,7 @@ async def test_a_worker_follows_the_replica_that_takes_a_primarys_place(
 
 
 @pytest.mark.scenario(50)
-async def test_a_primary_that_steps_down_in_good_order_costs_no_repeat(
+async def test_a_manual_failover_in_a_cluster_repeats_nothing(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository, effects: Effects
 ) -> None:
     slot = BUCKET_SLOTS[0]

@@ -75,7 +75,7 @@ async def test_a_worker_follows_the_primary_that_sentinel_names(
 
 
 @pytest.mark.scenario(50)
-async def test_a_primary_that_was_demoted_in_good_order_is_left_for_the_new_one(
+async def test_a_worker_follows_a_manual_failover_by_sentinel(
     group: RedisGroup, store: RedisIdempotencyRepository, effects: Effects
 ) -> None:
     old = group.primary()
@@ -103,7 +103,7 @@ async def _keep_ordering(shop: RedisShop) -> None:
     ("why", "said"),
     [("no sentinel", "no Sentinel names a primary for"), ("unknown name", "no Sentinel knows 'elsewhere'")],
 )
-async def test_no_primary_to_be_found_is_an_outage(group: RedisGroup, why: str, said: str) -> None:
+async def test_a_missing_primary_is_an_outage(group: RedisGroup, why: str, said: str) -> None:
     wrong = {"sentinels": ("127.0.0.1:1",)} if why == "no sentinel" else {"master_name": "elsewhere"}
     client = redis_sentinel_client(group.settings().model_copy(update=wrong))
     store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=30))
@@ -115,7 +115,7 @@ async def test_no_primary_to_be_found_is_an_outage(group: RedisGroup, why: str, 
     await client.aclose()
 
 
-async def test_a_sentinel_that_is_gone_or_hangs_does_not_matter(group: RedisGroup) -> None:
+async def test_unreachable_or_hanging_sentinels_are_skipped(group: RedisGroup) -> None:
     hanging = group.sentinels[0]
     addresses = ("127.0.0.1:1", f"127.0.0.1:{hanging.port}", f"127.0.0.1:{group.sentinels[1].port}")
     client = redis_sentinel_client(group.settings(timeout_seconds=2).model_copy(update={"sentinels": addresses}))
@@ -134,7 +134,9 @@ async def test_a_sentinel_that_is_gone_or_hangs_does_not_matter(group: RedisGrou
 
 
 @pytest.mark.scenario(44)
-async def test_a_completion_lost_in_a_failover_is_owned_up_to_and_the_sink_is_not_fooled(effects: Effects) -> None:
+async def test_a_completion_lost_in_a_failover_is_counted_and_repeats_nothing_in_a_fenced_sink(
+    effects: Effects,
+) -> None:
     async with lagging_pair() as pair, open_redis_shop(effects, pair.front.address) as shop:
         shop.order(5)
         await shop.settled()
@@ -155,7 +157,7 @@ async def test_a_completion_lost_in_a_failover_is_owned_up_to_and_the_sink_is_no
 
 
 @pytest.mark.scenario(44, 45)
-async def test_a_reservation_lost_in_a_failover_is_noticed_at_completion(effects: Effects) -> None:
+async def test_a_reservation_lost_in_a_failover_is_detected_at_completion(effects: Effects) -> None:
     may_go_on = asyncio.Event()
     began: list[str] = []
 

@@ -89,9 +89,7 @@ REFUSALS: dict[str, tuple[Step, Step, str]] = {
 
 @pytest.mark.scenario(48, 50)
 @pytest.mark.parametrize("code", REFUSALS)
-async def test_a_server_that_refuses_writes_pauses_the_worker_and_nothing_is_run(
-    server: RedisServer, effects: Effects, code: str
-) -> None:
+async def test_a_server_that_refuses_writes_pauses_the_worker(server: RedisServer, effects: Effects, code: str) -> None:
     spoil, restore, reason = REFUSALS[code]
     async with open_redis_shop(effects, server.address) as shop:
         shop.order(3)
@@ -122,7 +120,7 @@ async def _opens_within(shop: RedisShop, seconds: float) -> bool:
 
 @pytest.mark.scenario(49, 50)
 @pytest.mark.parametrize("code", REFUSALS)
-async def test_a_server_that_refuses_completions_gets_them_once_it_takes_them(
+async def test_refused_completions_are_repeated_until_the_server_accepts_them(
     server: RedisServer, effects: Effects, code: str
 ) -> None:
     spoil, restore, reason = REFUSALS[code]
@@ -148,7 +146,7 @@ async def test_a_server_that_refuses_completions_gets_them_once_it_takes_them(
 
 
 @pytest.mark.scenario(50)
-async def test_a_server_busy_with_a_long_script_is_waited_for(effects: Effects) -> None:
+async def test_a_worker_waits_for_a_server_that_runs_a_long_script(effects: Effects) -> None:
     with RedisServer(config={"lua-time-limit": "100"}) as server:
         async with open_redis_shop(effects, server.address) as shop:
             shop.order(3)
@@ -181,7 +179,7 @@ def _until_busy(server: RedisServer) -> None:
 
 
 @pytest.mark.scenario(50)
-async def test_a_server_that_loads_its_data_is_waited_for(effects: Effects) -> None:
+async def test_a_worker_waits_for_a_server_that_loads_its_data(effects: Effects) -> None:
     # It looks at its clients once in every kilobyte, which must not be many keys: each takes two milliseconds.
     saving = {"save": ["3600", "1"], "rdbcompression": "no"}
     slowly = saving | {"key-load-delay": "2000", "loading-process-events-interval-bytes": "1024"}
@@ -231,7 +229,7 @@ async def _set_user(server: RedisServer, rules: str, password: str = SECRET) -> 
     ("rules", "named"),
     [("~* +@all -evalsha", "+evalsha"), ("~* +@all -setrange", "+setrange"), ("~other:* +@all", "~prefix*")],
 )
-async def test_a_worker_that_lacks_a_permission_ends_at_its_start_and_names_it(
+async def test_a_missing_permission_is_named_in_an_error_at_start(
     server: RedisServer, effects: Effects, rules: str, named: str
 ) -> None:
     async with locked(server, rules) as credentials:
@@ -250,9 +248,7 @@ async def _run_until_it_ends(effects: Effects, server: RedisServer, credentials:
 
 
 @pytest.mark.scenario(52, 104)
-async def test_a_process_with_a_wrong_password_exits_with_an_error_that_names_no_secret(
-    server: RedisServer, tmp_path: Path
-) -> None:
+async def test_a_process_with_a_wrong_password_exits_without_logging_it(server: RedisServer, tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(
         f'[store]\nurl = "unix://{server.socket_path}"\nusername = "worker"\npassword = "wrong-{SECRET}"\n'
         "[telemetry]\nmetrics_port = 0\n"
@@ -268,7 +264,7 @@ async def test_a_process_with_a_wrong_password_exits_with_an_error_that_names_no
 
 
 @pytest.mark.scenario(52)
-async def test_a_password_changed_under_way_pauses_the_worker_until_it_is_let_in_again(
+async def test_a_changed_password_pauses_the_worker_until_it_is_accepted_again(
     server: RedisServer, effects: Effects
 ) -> None:
     async with locked(server) as credentials, open_redis_shop(effects, server.address, store=credentials) as shop:

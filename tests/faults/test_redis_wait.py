@@ -62,7 +62,7 @@ async def take(store: RedisIdempotencyRepository, key: str) -> Reserved:
 
 
 @pytest.mark.scenario(53)
-async def test_a_reservation_that_no_replica_has_is_refused_and_found_again(
+async def test_an_unreplicated_reservation_is_an_outage_and_is_found_by_the_retry(
     pair: Pair, store: RedisIdempotencyRepository, patient: RedisIdempotencyRepository
 ) -> None:
     request = wish("k")
@@ -93,7 +93,7 @@ async def test_a_completion_repeated_on_another_connection_still_waits_for_the_r
 
 
 @pytest.mark.parametrize("verb", ["renew", "release", "delete"])
-async def test_every_write_waits_and_no_read_does(
+async def test_writes_wait_for_replicas_and_reads_do_not(
     pair: Pair, store: RedisIdempotencyRepository, patient: RedisIdempotencyRepository, verb: str
 ) -> None:
     mine = await take(patient, "k")
@@ -112,7 +112,7 @@ async def test_every_write_waits_and_no_read_does(
     assert (record is None) == (verb == "delete")
 
 
-async def test_what_was_repeated_is_written_once_more(pair: Pair, patient: RedisIdempotencyRepository) -> None:
+async def test_a_repeated_completion_is_written_again(pair: Pair, patient: RedisIdempotencyRepository) -> None:
     completion = Completion(reservation=await take(patient, "k"), ttl=TTL)
     await patient.complete([completion])
     pair.old.admin("CONFIG", "RESETSTAT")
@@ -122,7 +122,7 @@ async def test_what_was_repeated_is_written_once_more(pair: Pair, patient: Redis
     assert pair.old.admin("INFO", "commandstats")["cmdstat_setrange"]["calls"] == 1
 
 
-async def test_a_ping_says_that_replicas_are_missing(pair: Pair, store: RedisIdempotencyRepository) -> None:
+async def test_a_ping_warns_about_missing_replicas(pair: Pair, store: RedisIdempotencyRepository) -> None:
     pair.new.kill()
     await eventually(lambda: pair.old.admin("INFO", "replication")["connected_slaves"] == 0)
 
@@ -132,7 +132,7 @@ async def test_a_ping_says_that_replicas_are_missing(pair: Pair, store: RedisIde
 
 
 @pytest.mark.scenario(53)
-async def test_a_failover_loses_nothing_that_was_confirmed(
+async def test_a_failover_loses_no_confirmed_write(
     pair: Pair, store: RedisIdempotencyRepository, effects: Effects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("integr8s_idem.worker.store_circuit.WATCH_SECONDS", 0.3)

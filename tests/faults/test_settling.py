@@ -106,7 +106,7 @@ class RefusingPublisher(FakePublisher):
 
 @pytest.mark.scenario(5)
 @virtual_time
-async def test_a_reused_id_is_dead_lettered_with_both_fingerprints_and_not_run() -> None:
+async def test_a_reused_id_is_dead_lettered_with_both_fingerprints_without_a_run() -> None:
     broker, counter = FakeBroker(), Counter(guarded(), failures=0)
     first, second = OrderPlaced(event_id="1"), OrderPlaced(event_id="1", order_id="2")
     broker.publish(first, second)
@@ -122,7 +122,7 @@ async def test_a_reused_id_is_dead_lettered_with_both_fingerprints_and_not_run()
 
 @pytest.mark.scenario(26)
 @virtual_time
-async def test_a_crash_between_dead_letter_and_offset_leaves_two_letters_of_one_message_and_settles_it() -> None:
+async def test_a_crash_between_dead_letter_and_offset_commit_duplicates_the_dead_letter() -> None:
     broker, counter = FakeBroker(), Counter(guarded(max_attempts=1))
     broker.publish(OrderPlaced())
 
@@ -141,7 +141,7 @@ async def test_a_crash_between_dead_letter_and_offset_leaves_two_letters_of_one_
 
 @pytest.mark.scenario(27)
 @virtual_time
-async def test_crashes_between_retries_lose_no_count_and_make_no_extra_run() -> None:
+async def test_crashes_between_retries_neither_lose_nor_add_attempts() -> None:
     broker, counter = FakeBroker(), Counter(guarded(max_attempts=4))
     broker.publish(OrderPlaced())
 
@@ -159,7 +159,7 @@ async def test_crashes_between_retries_lose_no_count_and_make_no_extra_run() -> 
 
 @pytest.mark.scenario(73)
 @virtual_time
-async def test_while_the_dead_letter_topic_takes_nothing_only_its_partition_waits_and_says_so(
+async def test_only_the_affected_partition_waits_and_logs_while_dead_letters_are_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broker, counter = FakeBroker(), Counter(guarded(), failures=0)
@@ -219,7 +219,7 @@ def desk(tmp_path: Path) -> Desk:
 
 
 @pytest.mark.scenario(32)
-async def test_a_thread_that_ends_within_the_grace_is_waited_for(desk: Desk) -> None:
+async def test_a_worker_waits_for_a_thread_that_ends_within_the_drain_timeout(desk: Desk) -> None:
     broker = FakeBroker()
     broker.publish(OrderPlaced())
 
@@ -234,7 +234,7 @@ async def test_a_thread_that_ends_within_the_grace_is_waited_for(desk: Desk) -> 
 
 
 @pytest.mark.scenario(32)
-async def test_a_thread_that_outlives_the_grace_repeats_nothing_in_a_fenced_sink(desk: Desk) -> None:
+async def test_a_thread_that_outlives_the_drain_timeout_repeats_nothing_in_a_fenced_sink(desk: Desk) -> None:
     broker = FakeBroker()
     broker.publish(OrderPlaced())
 
@@ -269,7 +269,7 @@ async def shop(kafka: Kafka, topic_prefix: str, redis_url: str) -> AsyncIterator
 
 @pytest.mark.kafka
 @pytest.mark.scenario(75)
-async def test_two_versions_in_one_group_share_what_both_know_and_dead_letter_what_neither_does(shop: Shop) -> None:
+async def test_two_versions_in_one_group_handle_their_event_types_and_dead_letter_unknown_ones(shop: Shop) -> None:
     def version(*events: type[BaseEvent]) -> EventRouter:
         router = EventRouter()
 
@@ -301,7 +301,7 @@ async def test_two_versions_in_one_group_share_what_both_know_and_dead_letter_wh
 
 @pytest.mark.kafka
 @pytest.mark.scenario(76)
-async def test_services_that_fail_leave_the_others_at_work_and_health_says_which(
+async def test_a_failed_service_does_not_stop_the_others_and_is_named_by_health(
     kafka: Kafka, topic_prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = Settings.model_validate(

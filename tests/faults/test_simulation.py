@@ -37,7 +37,7 @@ def test_no_seed_breaks_a_promise() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_bug_put_in_on_purpose_is_found(bug: str, record_property: Callable[[str, object], None]) -> None:
+def test_an_injected_bug_is_found(bug: str, record_property: Callable[[str, object], None]) -> None:
     with BUGS[bug]():
         verdicts = (simulate(seed) for seed in range(FOUND_WITHIN))
         found = next((verdict for verdict in verdicts if verdict.violations), None)
@@ -46,7 +46,7 @@ def test_a_bug_put_in_on_purpose_is_found(bug: str, record_property: Callable[[s
     record_property("found", complaint(found, bug))
 
 
-def test_a_run_with_a_bug_is_good_again_without_it() -> None:
+def test_a_seed_that_fails_with_a_bug_passes_without_it() -> None:
     with BUGS["watermark_off_by_one"]():
         broken = simulate(0)
 
@@ -62,7 +62,7 @@ def _digest_elsewhere_in_memory(seed: int) -> str:
     return simulate(seed, digest=True).digest
 
 
-def test_a_hundred_seeds_run_again_take_the_same_steps_in_another_process_too() -> None:
+def test_a_hundred_seeds_take_the_same_steps_in_another_process() -> None:
     command = [sys.executable, "-m", "tests.simulation", "--seeds", "0:100", "--json"]
     environment = os.environ | {"PYTHONHASHSEED": "12345"}
 
@@ -76,7 +76,7 @@ def test_a_hundred_seeds_run_again_take_the_same_steps_in_another_process_too() 
     assert len(set(here)) == 100
 
 
-def test_the_command_replays_a_seed_with_its_bug_and_says_what_broke() -> None:
+def test_the_command_replays_a_seed_with_its_bug_and_prints_the_violation() -> None:
     command = [sys.executable, "-m", "tests.simulation", "--seed", "0", "--bug", "watermark_off_by_one", "--trace"]
 
     told = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)

@@ -74,9 +74,7 @@ async def rows(store: SqlIdempotencyRepository) -> int:
         return int((await connection.execute(select(func.count()).select_from(records))).scalar_one())
 
 
-async def test_a_worker_takes_away_what_has_expired_and_nothing_else(
-    store: SqlIdempotencyRepository, effects: Effects
-) -> None:
+async def test_a_worker_purges_only_expired_records(store: SqlIdempotencyRepository, effects: Effects) -> None:
     assert isinstance(store, PurgeSupport)
     before = await rows(store)
     kept = await fill(store, expired=1_200, kept=3)
@@ -89,7 +87,7 @@ async def test_a_worker_takes_away_what_has_expired_and_nothing_else(
     assert None not in await store.get(kept)
 
 
-async def test_two_that_purge_at_once_share_the_work(store: SqlIdempotencyRepository) -> None:
+async def test_concurrent_purges_share_the_work(store: SqlIdempotencyRepository) -> None:
     before = await rows(store)
     await fill(store, expired=1_000, kept=0)
 
@@ -100,7 +98,7 @@ async def test_two_that_purge_at_once_share_the_work(store: SqlIdempotencyReposi
     assert purged == 1_000
 
 
-async def test_keys_that_come_again_while_they_are_purged_are_reserved_anew(store: SqlIdempotencyRepository) -> None:
+async def test_keys_can_be_reserved_while_they_are_purged(store: SqlIdempotencyRepository) -> None:
     """Purging locks rows in the order of their expiry, reserving in that of their keys: neither may fail for it."""
     verdicts = await store.reserve([wish(new_key()) for _ in range(400)])
     taken = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
@@ -117,7 +115,7 @@ async def test_keys_that_come_again_while_they_are_purged_are_reserved_anew(stor
         assert len(taken) == 400
 
 
-async def test_purging_finds_rows_by_their_indexes_even_if_the_table_was_empty_when_it_was_planned() -> None:
+async def test_purging_uses_indexes_even_if_its_plan_was_made_for_an_empty_table() -> None:
     with PostgresServer() as server:
         engine = sql_engine(server.url)
         await migrate(engine)

@@ -65,7 +65,7 @@ async def slow_statement(engine: AsyncEngine) -> None:
         await connection.execute(text("INSERT INTO slow SELECT wait_here() RETURNING x"))
 
 
-async def test_a_cancelled_statement_is_a_cancellation_and_leaves_the_file_free(
+async def test_a_cancelled_statement_raises_cancelled_error_and_unlocks_the_file(
     engine: AsyncEngine, gate: Gate, tmp_path: Path
 ) -> None:
     running = asyncio.create_task(slow_statement(engine))
@@ -83,7 +83,9 @@ async def test_a_cancelled_statement_is_a_cancellation_and_leaves_the_file_free(
         assert other.execute("SELECT count(*) FROM sqlite_master WHERE name = 'slow'").fetchone() == (0,)
 
 
-async def test_a_reservation_out_of_time_is_an_outage_and_the_next_one_goes_on(engine: AsyncEngine, gate: Gate) -> None:
+async def test_a_reservation_timeout_is_an_outage_and_the_next_reservation_succeeds(
+    engine: AsyncEngine, gate: Gate
+) -> None:
     async with engine.begin() as connection:
         await connection.execute(
             text(

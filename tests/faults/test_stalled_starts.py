@@ -16,7 +16,7 @@ from tests.stalled_starts.campaign import CAMPAIGN, control_of, open_servers, ru
 
 @pytest.mark.timeout(300)
 @pytest.mark.scenario(33, 34, 37, 121)
-def test_no_handler_starts_after_its_lease_has_ended_wherever_its_process_was_stopped() -> None:
+def test_no_handler_starts_after_its_lease_has_ended_wherever_its_process_stalls() -> None:
     figures = CAMPAIGN.run(0, CAMPAIGN.in_test + SPARE_TRIALS)
 
     assert figures["stalls"] >= CAMPAIGN.in_test
@@ -43,7 +43,7 @@ SLOW_AND_HEALTHY = (
 
 @pytest.mark.scenario(122)
 @pytest.mark.timeout(180)
-def test_leases_of_events_that_wait_behind_slow_handlers_are_renewed_and_nobody_takes_them_over() -> None:
+def test_leases_of_events_that_wait_for_slow_handlers_are_renewed() -> None:
     plans = {number: control_of(number, entry, kind) for number, (entry, kind) in enumerate(SLOW_AND_HEALTHY)}
 
     with open_servers(sorted({kind for _, kind in SLOW_AND_HEALTHY})) as servers:
@@ -80,7 +80,7 @@ def _processes_by_work(pair: Pair) -> dict[str, set[int]]:
 @pytest.mark.timeout(180)
 @pytest.mark.scenario(33, 121)
 @pytest.mark.parametrize("ordering", ["none", "key"])
-async def test_a_worker_that_wakes_after_its_events_were_done_elsewhere_starts_none_of_them(ordering: str) -> None:
+async def test_a_resumed_worker_starts_no_event_that_was_handled_elsewhere(ordering: str) -> None:
     need_kafka()
     service = f'ordering = "{ordering}"\nconcurrency = {CONCURRENCY}'
     async with open_pair(lease=LEASE, service=service) as pair:
@@ -110,7 +110,7 @@ async def test_a_worker_that_wakes_after_its_events_were_done_elsewhere_starts_n
 @pytest.mark.kafka
 @pytest.mark.timeout(180)
 @pytest.mark.scenario(37, 121)
-async def test_of_events_behind_a_handler_that_blocks_its_loop_none_runs_on_both_workers() -> None:
+async def test_events_that_wait_while_a_handler_blocks_the_loop_do_not_run_on_both_workers() -> None:
     need_kafka()
     service = f'ordering = "none"\nconcurrency = {CONCURRENCY}'
     async with open_pair(lease=BLOCKED_LEASE, service=service) as pair:

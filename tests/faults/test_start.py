@@ -42,7 +42,7 @@ class OrderPlaced(BaseEvent):
 
 
 @pytest.mark.scenario(97)
-def test_contradictions_are_refused_with_both_numbers_of_each_before_anything_is_connected(tmp_path: Path) -> None:
+def test_contradicting_settings_are_rejected_with_both_values_before_any_connection(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(CONTRADICTIONS)
     command = [sys.executable, "-m", "integr8s_idem", "run", "tests.support.shop:platform"]
     command += ["--settings", str(tmp_path / "settings.toml")]
@@ -59,14 +59,14 @@ def test_contradictions_are_refused_with_both_numbers_of_each_before_anything_is
 
 
 @pytest.mark.scenario(99)
-def test_two_services_of_one_name_are_refused() -> None:
+def test_two_services_with_one_name_are_rejected() -> None:
     with pytest.raises(ApplicationError, match="two services are named billing: they would share keys"):
         Platform(Service("billing", providers=billing_providers), Service("billing", providers=billing_providers))
 
 
 @pytest.mark.scenario(99)
 @pytest.mark.parametrize("given", ["by the application", "by the settings", "by the name"])
-def test_two_services_of_one_consumer_group_are_refused_whichever_of_them_are_started(
+def test_two_services_with_one_consumer_group_are_rejected_even_if_only_one_is_started(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -89,7 +89,7 @@ def test_two_services_of_one_consumer_group_are_refused_whichever_of_them_are_st
 
 
 @pytest.mark.scenario(99)
-def test_two_handlers_of_one_name_are_refused_from_two_routers_too() -> None:
+def test_two_handlers_with_one_name_from_two_routers_are_rejected() -> None:
     first, second = EventRouter(), EventRouter()
 
     async def charge(event: OrderPlaced) -> None: ...

@@ -90,7 +90,7 @@ def passed_by(figures: Figures, points: Iterable[CrashPoint]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.scenario(28)
-def test_whatever_point_workers_die_at_row_outcome_and_events_are_there_together_and_once(outcome: Outcome) -> None:
+def test_row_outcome_and_events_exist_together_and_once_when_workers_die_at_any_point(outcome: Outcome) -> None:
     figures = figures_of(outcome.transactional)
 
     assert passed_by(figures, TRANSACTION_POINTS) == []
@@ -102,7 +102,7 @@ def test_whatever_point_workers_die_at_row_outcome_and_events_are_there_together
 @pytest.mark.kafka
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_with_records_in_any_store_deaths_at_any_point_leave_all_work_done_once(outcome: Outcome) -> None:
+def test_work_is_done_once_with_any_store_when_workers_die_at_any_point(outcome: Outcome) -> None:
     figures = figures_of(outcome.stand_alone)
 
     assert figures["kills"] >= store_points.CAMPAIGN.shown_in_test
@@ -114,7 +114,7 @@ def test_with_records_in_any_store_deaths_at_any_point_leave_all_work_done_once(
 @pytest.mark.kafka
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_what_a_zombie_wrote_in_its_transaction_is_not_seen_once_it_is_overtaken(outcome: Outcome) -> None:
+def test_the_transaction_of_an_overtaken_zombie_is_rolled_back(outcome: Outcome) -> None:
     figures = figures_of(outcome.zombies)
 
     assert figures["zombies:postgresql"] == figures["zombies:sqlite"] == len(KINDS)
@@ -126,7 +126,7 @@ def test_what_a_zombie_wrote_in_its_transaction_is_not_seen_once_it_is_overtaken
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", FOUND)
-def test_each_mistake_of_a_transactional_mode_is_found_by_one_death(outcome: Outcome, bug: str) -> None:
+def test_each_injected_transactional_bug_is_found_by_one_crash(outcome: Outcome, bug: str) -> None:
     _, said = FOUND[bug]
 
     with pytest.raises(ViolationError, match=said):
@@ -136,19 +136,19 @@ def test_each_mistake_of_a_transactional_mode_is_found_by_one_death(outcome: Out
 @pytest.mark.kafka
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_zombie_that_commits_all_the_same_is_found(outcome: Outcome) -> None:
+def test_a_zombie_that_commits_anyway_is_found(outcome: Outcome) -> None:
     with pytest.raises(ViolationError, match=r"more than one row"):
         figures_of(outcome.mistakes[ZOMBIE])
 
 
-def test_26_trials_in_a_row_have_each_point_once_in_each_kind_of_database() -> None:
+def test_26_consecutive_trials_cover_each_point_once_per_kind_of_database() -> None:
     for first in (0, 26, 260):
         row = [(point.value, number % 2) for number in range(first, first + 26) for point in points_of(number)]
 
         assert sorted(row) == sorted((point.value, kind) for point in POINTS for kind in (0, 1))
 
 
-def test_five_trials_in_a_row_have_each_point_that_only_transactional_handlers_and_relays_have() -> None:
+def test_five_consecutive_trials_cover_all_transactional_points() -> None:
     for first in (0, 13, 260):
         row = {point for number in range(first, first + 5) for point in points_of(number)}
 
@@ -156,7 +156,7 @@ def test_five_trials_in_a_row_have_each_point_that_only_transactional_handlers_a
 
 
 @pytest.mark.parametrize("kind", homes.KINDS)
-def test_of_each_kind_of_store_a_server_can_be_had(kind: str) -> None:
+def test_a_server_is_available_for_each_kind_of_store(kind: str) -> None:
     if missing := homes.KINDS[kind].missing():
         pytest.skip(missing)
 
