@@ -1,8 +1,7 @@
-"""What the ancestor of this platform got wrong, row by row.  Each test would fail with its behavior.
+"""Bugs of the predecessor of this library: each test would fail with its behavior.
 
-Broker and store are in memory; two tests have a real Redis.  On real servers: offsets and duplicates in
-`tests/faults` and `tests/integration` beside this file; the row "workers had no meter provider" by the test there
-that scrapes /metrics of a running worker.
+Broker and store are in memory; two tests use a real Redis.  Other tests in `tests/faults` and `tests/integration` cover
+offsets and duplicates on real servers, and scrape /metrics of a running worker.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ async def test_a_duplicate_is_not_acknowledged_during_the_first_run_and_is_handl
 
 @virtual_time
 async def test_a_failure_is_retried_by_default() -> None:
-    """And what was given up can be replayed with a generation:
-    tests/unit/worker/test_consumer.py shows it on a broker."""
+    """Work that was given up can be replayed with a generation: see tests/unit/worker/test_consumer.py."""
     assert IdempotencyConfig().on_failure is OnFailure.RETRY
     here, job = guarded(), Job(errors=[ConnectionError("for a moment")])
     with pytest.raises(ConnectionError):
@@ -96,12 +94,12 @@ async def test_a_failure_is_retried_by_default() -> None:
 
 @virtual_time
 async def test_a_success_does_not_commit_past_a_failed_offset() -> None:
-    broker, handled, healed = FakeBroker(), list[str](), asyncio.Event()
+    broker, handled, recovered = FakeBroker(), list[str](), asyncio.Event()
     router = EventRouter()
 
     @router.on(OrderPlaced)
     async def charge(event: OrderPlaced) -> None:
-        if event.order_id == "1" and not healed.is_set():
+        if event.order_id == "1" and not recovered.is_set():
             raise ConnectionError("for a while")
         handled.append(event.order_id)
 
@@ -112,7 +110,7 @@ async def test_a_success_does_not_commit_past_a_failed_offset() -> None:
         await worker.until(lambda: len(handled) == 3)
         await asyncio.sleep(60)
         assert broker.committed[TOPIC] == 1
-        healed.set()
+        recovered.set()
         await worker.until(lambda: broker.committed[TOPIC] == 4)
 
     assert sorted(handled) == ["0", "1", "2", "3"]
@@ -281,7 +279,7 @@ async def test_a_handler_that_modifies_its_event_does_not_change_the_key() -> No
     runs, router = list[str](), EventRouter()
 
     @router.on(OrderPlaced)
-    async def meddle(event: OrderPlaced) -> None:
+    async def modify(event: OrderPlaced) -> None:
         runs.append(event.order_id)
         event.tags.append("seen")
 

@@ -1,4 +1,4 @@
-"""Brokers that die, stall and come back; a group whose coordinator moves."""
+"""Brokers that die, stall and restart, and a group whose coordinator moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.kafka
 
 
 @pytest.fixture(autouse=True)
-def _kafka_is_there() -> None:
+def _require_kafka() -> None:
     need_kafka(own=True)
 
 

@@ -1,6 +1,6 @@
-"""Clocks that are wrong, jump or stand still: leases and ttls go by the store's, deadlines by the monotonic one.
+"""Clocks that are wrong, jump or stop: leases and ttls use the store's clock, deadlines the monotonic clock.
 
-The suspended machine (row 79) has a store in memory; Redis is real everywhere else.
+The store is in memory in the tests of a suspended machine (row 79); the other tests use a real Redis.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class OrderPlaced(BaseEvent):
     event_type: Literal["order_placed"] = "order_placed"
 
 
-# Wrong clocks of workers.
+# Workers with wrong clocks.
 
 
 class Contenders:
-    """Processes that want to do the same work, each with a clock of its own."""
+    """Processes that compete for the same work, each with its own clock."""
 
     LEASE = 1.0
 
@@ -82,7 +82,7 @@ def contenders(redis_url: str, tmp_path: Path) -> Iterator[Contenders]:
 
 
 def wrong_clocks(folder: Path) -> list[WrongClock]:
-    """An hour ahead, an hour behind, and one that stands still."""
+    """Return clocks that are an hour fast, an hour slow, and stopped."""
     clocks = [WrongClock(folder, HOUR), WrongClock(folder, -HOUR), WrongClock(folder)]
     clocks[2].stop()
     return clocks
@@ -93,10 +93,10 @@ def test_workers_with_wrong_clocks_run_work_longer_than_its_lease_once(contender
     clocks, now = wrong_clocks(tmp_path), time.time()
     processes = [contenders.start(clock, seconds=2.5 * Contenders.LEASE) for clock in clocks]
 
-    told = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+    outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
 
-    assert [round((float(wall) - now) / HOUR) for wall, _ in told] == [1, -1, 0]
-    assert len({result for _, result in told}) == 1
+    assert [round((float(wall) - now) / HOUR) for wall, _ in outputs] == [1, -1, 0]
+    assert len({result for _, result in outputs}) == 1
     assert [effect.attempt for effect in contenders.effects.lines()] == [1, 1]
     assert contenders.effects.judge({"order:1"})["repeats"] == 0
 
@@ -105,10 +105,10 @@ def test_workers_with_wrong_clocks_run_work_longer_than_its_lease_once(contender
 async def test_the_work_of_a_dead_worker_with_a_stopped_clock_is_taken_over_when_its_lease_ends(
     contenders: Contenders, tmp_path: Path
 ) -> None:
-    ahead, behind, still = wrong_clocks(tmp_path)
-    doomed = contenders.start(still, seconds=HOUR)
+    fast, slow, stopped = wrong_clocks(tmp_path)
+    doomed = contenders.start(stopped, seconds=HOUR)
     await eventually(contenders.effects.lines)
-    successors = [contenders.start(clock, seconds=0) for clock in (ahead, behind)]
+    successors = [contenders.start(clock, seconds=0) for clock in (fast, slow)]
     for successor in successors:
         assert successor.stdout is not None
         assert await asyncio.to_thread(successor.stdout.readline)
@@ -118,18 +118,18 @@ async def test_the_work_of_a_dead_worker_with_a_stopped_clock_is_taken_over_when
     await eventually(contenders.effects.done)
     took = time.monotonic() - killed_at
 
-    # Renewed at a third of the lease, it had two thirds left at least.
+    # The lease is renewed after a third of it, so that at least two thirds were left.
     assert Contenders.LEASE / 2 < took < Contenders.LEASE + 3
     results = {(await asyncio.to_thread(successor.communicate))[0] for successor in successors}
     assert len(results) == 1
     assert contenders.effects.judge({"order:1"})["repeats"] == 0
 
 
-# A clock of the store that jumps.
+# A store whose clock jumps.
 
 
 class JumpingRedis:
-    """A Redis of its own, whose clock can be moved."""
+    """A Redis whose clock can be moved."""
 
     def __init__(self, server: RedisServer, clock: WrongClock, client: Redis) -> None:
         self.server = server
@@ -179,7 +179,7 @@ async def test_fences_grow_when_a_forward_jump_of_an_hour_expires_the_record(
 ) -> None:
     first = await jumping.reserve()
 
-    # Records are kept for an hour: to the millisecond at the limit, this one is still there.
+    # Records are kept for an hour; exactly at the limit, this one would still exist.
     jumping.clock.jump(HOUR + 1)
     second = await jumping.reserve()
 
@@ -209,7 +209,7 @@ async def test_a_backward_jump_of_the_store_clock_allows_no_early_takeover_and_f
     assert not await jumping.manager().complete(first, "stale")
 
 
-# A machine that is suspended: its monotonic clock stood still, the store's went on.
+# A machine that was suspended: its monotonic clock stopped, but the store's clock did not.
 
 
 @pytest.mark.scenario(79)
@@ -218,19 +218,19 @@ async def test_a_handler_on_a_resumed_machine_is_cancelled_and_its_writes_are_re
     asleep = timedelta(0)
     store = FlakyStore(MemoryIdempotencyRepository(clock=lambda: virtual_now() + asleep))
     suspended, here = guarded(store), guarded(store)
-    job = Job(seconds=1000, result="the suspended one's")
+    job = Job(seconds=1000, result="of the suspended worker")
     running = asyncio.create_task(suspended.manager.run("order:1", job))
     await job.started.wait()
 
     asleep = timedelta(seconds=2 * LEASE)
-    assert await here.manager.run("order:1", Job(result="the successor's")) == "the successor's"
+    assert await here.manager.run("order:1", Job(result="of the successor")) == "of the successor"
 
     with pytest.raises(LeaseLostError):
         await running
     assert asyncio.get_running_loop().time() <= LEASE / 2
     assert job.finished == 0
     record = await here.record()
-    assert (record.attempt, record.result and record.result.body) == (2, b'"the successor\'s"')
+    assert (record.attempt, record.result and record.result.body) == (2, b'"of the successor"')
 
 
 @pytest.mark.scenario(79)
@@ -249,10 +249,10 @@ async def test_work_that_ends_right_after_a_resume_is_rejected() -> None:
     with pytest.raises(LeaseLostError):
         await running
     assert (await here.record()).status is IdempotencyStatus.PROCESSING
-    assert await here.manager.complete(taken, "the successor's")
+    assert await here.manager.complete(taken, "of the successor")
 
 
-# Times of events, time zones.
+# Event timestamps and time zones.
 
 
 @pytest.mark.scenario(80)
@@ -293,7 +293,7 @@ async def test_records_do_not_depend_on_the_local_time_zone(
     redis_client: Redis, monkeypatch: pytest.MonkeyPatch, hemisphere: str
 ) -> None:
     store = RedisIdempotencyRepository(redis_client)
-    told = []
+    times = []
     for zone in ("UTC", hemisphere):
         monkeypatch.setenv("TZ", zone)
         time.tzset()
@@ -302,15 +302,15 @@ async def test_records_do_not_depend_on_the_local_time_zone(
         record = await manager.get("order:1")
         await manager.close()
         assert record is not None
-        told.append((record.settled_at, record.expires_at))
+        times.append((record.settled_at, record.expires_at))
     monkeypatch.undo()
     time.tzset()
 
-    (first, expires), (second, expires_too) = told
+    (first, first_expiry), (second, second_expiry) = times
     assert first is not None
     assert second is not None
     assert first.tzinfo is second.tzinfo is UTC
     assert abs(second - first) < timedelta(seconds=10)
-    assert expires is not None
-    assert expires_too is not None
-    assert abs(expires_too - expires) < timedelta(seconds=10)
+    assert first_expiry is not None
+    assert second_expiry is not None
+    assert abs(second_expiry - first_expiry) < timedelta(seconds=10)

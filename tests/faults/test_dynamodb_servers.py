@@ -1,7 +1,7 @@
-"""A DynamoDB that stands still, throttles, or has lost its table, under a worker.
+"""Workers whose DynamoDB stalls, throttles or has lost its table.
 
-The broker is in memory (see `tests.support.redis_shop`); DynamoDB Local, driver, store and worker are real.  What
-throttles is a server of our own before it.
+The broker is in memory (see `tests.support.redis_shop`); DynamoDB Local, driver, store and worker are real.  Throttling
+is simulated by a server in front of DynamoDB Local.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""FastStream applications that kill themselves at named points, on a real Redis and a real Kafka, judged from outside.
+"""FastStream applications that kill themselves at named points, on a real Redis and a real Kafka.
 
-All of them share their servers and their time: they mostly wait for sessions and leases to end.
+The trials share their servers and run concurrently, since they mostly wait for sessions and leases to end.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tests.support.conditions import eventually
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
 
-SIDE_BY_SIDE: Final = 8
+CONCURRENT_TRIALS: Final = 8
 
 ROWS: Final = {
-    # Where it dies: the attempts whose row is there in the end.
+    # Crash point: the attempts that wrote a row.
     CrashPoint.BEFORE_RESERVE: [1],
     CrashPoint.BEFORE_HANDLER: [2],
     CrashPoint.IN_HANDLER_AFTER_EFFECT: [2],
@@ -45,39 +45,39 @@ ROWS: Final = {
     CrashPoint.AFTER_COMMIT: [1],
 }
 
-OF_EVERY_ORDER: Final = (COMMIT[0], COMMIT[-1], *PUBLISH, COMPLETE[0], COMPLETE[-1])
-"""Points whose order differs from shape to shape, and their neighbors."""
+ORDER_DEPENDENT_POINTS: Final = (COMMIT[0], COMMIT[-1], *PUBLISH, COMPLETE[0], COMPLETE[-1])
+"""Points whose order depends on the shape, and their neighbors."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of all that ran."""
+    """Results of all trials."""
 
-    lone: Mapping[tuple[str, CrashPoint], list[int] | BaseException]
-    """By shape and point: the attempts whose row is there."""
+    single_crashes: Mapping[tuple[str, CrashPoint], list[int] | BaseException]
+    """The attempts that wrote a row, by shape and point."""
     trials: Figures | BaseException
 
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
     need_kafka(own=True)
-    return asyncio.run(all_at_once())
+    return asyncio.run(run_all())
 
 
-async def all_at_once() -> Outcome:
-    slots = asyncio.Semaphore(SIDE_BY_SIDE)
+async def run_all() -> Outcome:
+    slots = asyncio.Semaphore(CONCURRENT_TRIALS)
     plain = next(iter(SHAPES))
-    deaths = [(shape, point) for shape in SHAPES for point in (POINTS if shape == plain else OF_EVERY_ORDER)]
+    crashes = [(shape, point) for shape in SHAPES for point in (POINTS if shape == plain else ORDER_DEPENDENT_POINTS)]
     async with open_servers(kinds=KINDS) as servers, ForkServer(MODULE) as fork_server:
 
-        async def lone(shape: str, point: CrashPoint) -> list[int]:
+        async def crash(shape: str, point: CrashPoint) -> list[int]:
             async with slots:
                 return (await crash_once(servers, fork_server, shape, point))[0]
 
         trials = asyncio.create_task(points.run_on(servers, fork_server, range(points.CAMPAIGN.in_test)))
-        told = await asyncio.gather(*(lone(*death) for death in deaths), return_exceptions=True)
+        attempts = await asyncio.gather(*(crash(*case) for case in crashes), return_exceptions=True)
         (figures,) = await asyncio.gather(trials, return_exceptions=True)
-    return Outcome(dict(zip(deaths, told, strict=True)), figures)
+    return Outcome(dict(zip(crashes, attempts, strict=True)), figures)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -85,16 +85,16 @@ async def all_at_once() -> Outcome:
 def test_a_crashed_subscriber_loses_nothing_and_repeats_only_rows_committed_before_their_record(
     outcome: Outcome, shape: str
 ) -> None:
-    told = {point: rows for (of, point), rows in outcome.lone.items() if of == shape}
+    found = {point: rows for (crashed, point), rows in outcome.single_crashes.items() if crashed == shape}
 
-    for failed in told.values():
-        if isinstance(failed, BaseException):
-            raise failed
+    for rows in found.values():
+        if isinstance(rows, BaseException):
+            raise rows
     if not SHAPES[shape].handler_publishes:
-        assert {point: told[point] for point in ROWS if point in told} == {
-            point: rows for point, rows in ROWS.items() if point in told
+        assert {point: found[point] for point in ROWS if point in found} == {
+            point: rows for point, rows in ROWS.items() if point in found
         }
-    assert len(told) == len(POINTS if SHAPES[shape] == Shape() else OF_EVERY_ORDER)
+    assert len(found) == len(POINTS if SHAPES[shape] == Shape() else ORDER_DEPENDENT_POINTS)
 
 
 @pytest.mark.scenario(117)
@@ -133,5 +133,5 @@ async def _outage(servers: Servers, fork_server: ForkServer, trial: Trial) -> No
         assert record.attempt == 1
 
         servers.broker.start()
-        assert await trial.live(topics, worker) == 0
+        assert await trial.run_until_settled(topics, worker) == 0
         assert await trial.verdict(topics) == {"one": [1]}

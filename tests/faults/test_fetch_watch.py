@@ -1,6 +1,6 @@
-"""A client library that fetches no more, and does not say so (A5).
+"""Kafka clients that silently stop fetching.
 
-The broker is in memory, but for the tests that are marked kafka: these have a real one.
+The broker is in memory, except in the tests that are marked kafka.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poller, "WATCH_SECONDS", 0.1)
 
 
-class DeafConsumer(FakeConsumer):
-    """Its fetching has died: polls end in good order, and bring nothing."""
+class StuckConsumer(FakeConsumer):
+    """A consumer that has stopped fetching: polls succeed but return nothing."""
 
     async def getmany(self, *partitions: Any, timeout_ms: int, max_records: int) -> Mapping[Any, Any]:
         await asyncio.sleep(timeout_ms / 1000)
@@ -46,7 +46,7 @@ def client_of(worker: ServiceWorker) -> Consumer:
 
 
 def worker_of(broker: FakeBroker, clients: list[FakeConsumer], charged: list[str]) -> ServiceWorker:
-    """A worker that takes one of these clients after the other."""
+    """Return a worker that uses one of these clients after the other."""
     router = EventRouter()
 
     @router.on(OrderPlaced)
@@ -66,7 +66,7 @@ def worker_of(broker: FakeBroker, clients: list[FakeConsumer], charged: list[str
 async def test_a_client_that_stops_fetching_is_replaced() -> None:
     broker, charged = FakeBroker(), list[str]()
     broker.publish(OrderPlaced(order_id="1"))
-    worker = worker_of(broker, [DeafConsumer(broker), DeafConsumer(broker), FakeConsumer(broker)], charged)
+    worker = worker_of(broker, [StuckConsumer(broker), StuckConsumer(broker), FakeConsumer(broker)], charged)
     running = asyncio.create_task(worker.run())
 
     await eventually(lambda: charged)
@@ -79,13 +79,13 @@ async def test_a_client_that_stops_fetching_is_replaced() -> None:
 async def test_a_service_fails_when_replaced_clients_do_not_fetch_either() -> None:
     broker = FakeBroker()
     broker.publish(OrderPlaced(order_id="1"))
-    clients: list[FakeConsumer] = [DeafConsumer(broker) for _ in range(5)]
+    clients: list[FakeConsumer] = [StuckConsumer(broker) for _ in range(5)]
     worker = worker_of(broker, clients, [])
 
     with pytest.raises(KafkaError, match=r"nothing has come for .* order_placed\[0\] has messages from 0 to 1"):
         await asyncio.wait_for(worker.run(), 60)
 
-    assert len(clients) == 1  # the first one and three new ones were taken
+    assert len(clients) == 1  # four were used: the first one and three replacements
     assert not worker.health().live
 
 
@@ -97,7 +97,7 @@ async def test_an_idle_client_is_not_replaced() -> None:
     running = asyncio.create_task(worker.run())
     await eventually(lambda: charged)
 
-    await asyncio.sleep(2)  # four times the patience: a second client would fail the test
+    await asyncio.sleep(2)  # four times PATIENCE; a second client does not exist
     worker.stop()
     await running
 
@@ -130,21 +130,21 @@ async def test_transaction_markers_and_aborted_batches_block_neither_offsets_nor
         member = await workload.join()
         await eventually(lambda: member.worker.health().ready)
         await workload.publish_round()
-        await in_transactions(workload)
+        await publish_in_transactions(workload)
         await workload.all_settled()
         client = client_of(member.worker)
 
-        await asyncio.sleep(2)  # four times the patience, behind the markers
+        await asyncio.sleep(2)  # four times PATIENCE, at a position after the markers
         await workload.publish_round()
         await workload.all_settled()
 
         assert client_of(member.worker) is client
-        assert member.tally.dead_letters == 0  # what was aborted was never seen
+        assert member.tally.dead_letters == 0  # aborted messages were never seen
         await workload.judge()
 
 
-async def in_transactions(workload: Workload) -> None:
-    """Two transactions with junk: one is aborted, one holds nothing that counts here."""
+async def publish_in_transactions(workload: Workload) -> None:
+    """Publish two aborted transactions, and one that commits only an offset of another group."""
     producer: Any = AIOKafkaProducer(
         bootstrap_servers=workload.settings.bootstrap_servers, transactional_id=workload.group
     )
@@ -159,7 +159,7 @@ async def in_transactions(workload: Workload) -> None:
                 {TopicPartition(workload.topic, 0): 0}, f"{workload.group}.other"
             )
         await producer.begin_transaction()
-        await producer.send_and_wait(workload.topic, b"aborted as well", partition=0)
+        await producer.send_and_wait(workload.topic, b"aborted, too", partition=0)
         await producer.abort_transaction()
     finally:
         await producer.stop()

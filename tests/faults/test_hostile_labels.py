@@ -1,6 +1,6 @@
-"""Names from outside as labels, keys and patterns: bounded in number, length and time; personal data stays inside.
+"""Untrusted names in labels and keys: bounded in number, length and time; personal data is not leaked.
 
-Broker and store are in memory, but for the keys that a real Redis is to keep apart.
+Broker and store are in memory, except in the test of colliding keys, which uses a real Redis.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OrderPlaced(BaseEvent):
 
 
 def labels_of(registry: CollectorRegistry) -> dict[str, set[str]]:
-    """The values of each label in the text that a scrape gets."""
+    """Return the values of each label in the output of a scrape."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
@@ -116,7 +116,7 @@ async def test_hashed_keys_keep_personal_data_out_of_store_logs_spans_metrics_an
 
     @router.on(OrderPlaced)
     async def handle(event: OrderPlaced) -> None:
-        raise ConnectionError("the bank is away")
+        raise ConnectionError("the bank is unreachable")
 
     broker.publish(OrderPlaced(customer=PERSON))
     resolver = KeyResolver(KeyStrategy.CUSTOM, custom=lambda event: str(getattr(event, "customer", "")))
@@ -124,19 +124,19 @@ async def test_hashed_keys_keep_personal_data_out_of_store_logs_spans_metrics_an
     async with running(IdempotentEventDispatcher(router, manager, resolver=resolver), broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    (letter,) = broker.values("order_placed.dlq")
+    (dead_letter,) = broker.values("order_placed.dlq")
     (record,) = [record async for record in store.scan("")]
-    told = {
+    output = {
         "log": caplog.text,
-        "dead letter": repr(letter.headers),
+        "dead letter": repr(dead_letter.headers),
         "record": repr(record),
-        **telemetry.told(),
+        **telemetry.output(),
     }
-    assert [name for name, text in told.items() if "canary" in text] == []
-    # People find the record by what they are told.
+    assert [name for name, text in output.items() if "canary" in text] == []
+    # The record can be found with the digest from the log and the dead letter.
     digest = record.key.removeprefix(manager.space.root)
-    assert digest in told["log"]
-    assert digest in told["dead letter"]
+    assert digest in output["log"]
+    assert digest in output["dead letter"]
 
 
 @pytest.mark.scenario(86)

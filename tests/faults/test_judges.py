@@ -1,4 +1,4 @@
-"""The judges of the campaigns can fail: each of their demands, broken once."""
+"""The checks of the campaigns detect violations: each check fails at least once."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def record(fence: int, receipt: str = "anything") -> IdempotencyRecord:
     )
 
 
-def run_once(effects: Effects, told: Attempt) -> None:
-    effects.note("begin", "order-7", told)
-    effects.apply("order-7", told)
+def run_once(effects: Effects, attempt: Attempt) -> None:
+    effects.note("begin", "order-7", attempt)
+    effects.apply("order-7", attempt)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_completion_by_an_overtaken_run_is_a_violation(prepared: Effects) -> N
 
 
 def test_the_result_of_an_overtaken_run_is_a_violation(prepared: Effects) -> None:
-    """What a store does that believes anybody: the record is the second run's, the result in it the first one's."""
+    """A store without token checks could write the result of the first run into the record of the second."""
     run_once(prepared, attempt(1, 1))
     prepared.note("begin", "order-7", attempt(2, 2))
 
@@ -99,13 +99,13 @@ def test_a_completion_without_an_effect_is_a_violation(prepared: Effects) -> Non
         prepared.judge_records([record(fence=1)])
 
 
-# Keys that are completed.
+# Completed keys.
 
 
 async def completed(store: MemoryIdempotencyRepository) -> Attempt:
-    """Of a run whose completion the store has believed."""
-    wish = ReserveRequest(key=attempt().key, token=secrets.token_bytes(16), lease=HOUR, retention=HOUR)
-    [reserved] = await store.reserve([wish])
+    """Complete a run in the store, and return its attempt."""
+    request = ReserveRequest(key=attempt().key, token=secrets.token_bytes(16), lease=HOUR, retention=HOUR)
+    [reserved] = await store.reserve([request])
     assert isinstance(reserved, Reserved)
     assert await store.complete([Completion(reservation=reserved, ttl=HOUR)]) == [True]
     return attempt(reserved.attempt, reserved.fence)
@@ -114,14 +114,14 @@ async def completed(store: MemoryIdempotencyRepository) -> Attempt:
 async def test_a_completed_key_that_is_reserved_again_is_a_violation(prepared: Effects) -> None:
     store = MemoryIdempotencyRepository()
     keys = CompletedKeys(store, prepared, "idempotency:")
-    told = await completed(store)
-    run_once(prepared, told)
+    first = await completed(store)
+    run_once(prepared, first)
     await keys.check()
 
-    await store.delete([told.key])
+    await store.delete([first.key])
     await completed(store)
 
-    with pytest.raises(ViolationError, match="no longer as it was"):
+    with pytest.raises(ViolationError, match="completed records that have changed"):
         await keys.check()
 
 
@@ -129,26 +129,26 @@ async def test_a_completed_key_that_is_reserved_again_is_a_violation(prepared: E
 async def test_a_run_after_the_completion_is_a_violation(prepared: Effects, later: int) -> None:
     store = MemoryIdempotencyRepository()
     keys = CompletedKeys(store, prepared, "idempotency:")
-    told = await completed(store)
-    run_once(prepared, told)
+    first = await completed(store)
+    run_once(prepared, first)
     await keys.check()
 
-    run_once(prepared, attempt(told.number + later, told.fence + later))
+    run_once(prepared, attempt(first.number + later, first.fence + later))
 
-    with pytest.raises(ViolationError, match="was completed by fence"):
+    with pytest.raises(ViolationError, match="was completed with fence"):
         await keys.check()
 
 
 async def test_an_overtaken_run_may_start_late_unless_no_worker_was_running(prepared: Effects) -> None:
     store = MemoryIdempotencyRepository()
     keys = CompletedKeys(store, prepared, "idempotency:")
-    told = await completed(store)
-    run_once(prepared, told)
+    first = await completed(store)
+    run_once(prepared, first)
     await keys.check()
 
-    run_once(prepared, attempt(1, told.fence - 2))
+    run_once(prepared, attempt(1, first.fence - 2))
     await keys.check(no_worker_running=True)
-    run_once(prepared, attempt(1, told.fence - 1))
+    run_once(prepared, attempt(1, first.fence - 1))
 
     with pytest.raises(ViolationError, match="was completed after 2 runs"):
         await keys.check()
@@ -159,16 +159,16 @@ async def test_an_overtaken_run_may_start_late_unless_no_worker_was_running(prep
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("bug", "said"),
+    ("bug", "message"),
     [("key_made_again", "is in the sink more than once"), ("no_token_check", "though a run by")],
 )
-def test_a_broken_sink_violates_rule_e1(bug: str, said: str, record_property: Callable[[str, object], None]) -> None:
+def test_a_broken_sink_violates_rule_e1(bug: str, message: str, record_property: Callable[[str, object], None]) -> None:
     with BUGS[bug]():
         found = next(
-            told
+            violation
             for seed in range(1_000)
-            for told in simulate(seed).violations
-            if told.startswith("E1") and said in told
+            for violation in simulate(seed).violations
+            if violation.startswith("E1") and message in violation
         )
 
     record_property("found", found)

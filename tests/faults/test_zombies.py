@@ -1,4 +1,4 @@
-"""Workers that stall and come back: what they still do counts for nothing."""
+"""Workers that stall and resume: their late writes are rejected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.kafka
 
 
 @pytest.fixture(autouse=True)
-def _kafka_is_there() -> None:
+def _require_kafka() -> None:
     need_kafka()
 
 
@@ -81,7 +81,7 @@ async def test_an_evicted_member_continues_after_its_commit_is_rejected(
         await workload.publish_round()
         await workload.all_settled()
 
-        await put_out(workload.settings.bootstrap_servers, workload.group)
+        await evict(workload.settings.bootstrap_servers, workload.group)
         await workload.publish_round()
         await eventually(lambda: observer.counts[Signal.COMMIT_FAILED])
         await workload.publish_round()
@@ -92,8 +92,8 @@ async def test_an_evicted_member_continues_after_its_commit_is_rejected(
     assert {record.levelname for record in caplog.records if "commit failed" in record.message} == {"WARNING"}
 
 
-async def put_out(bootstrap: str, group: str) -> None:
-    """Tell the coordinator, in the name of its only member, that this one leaves."""
+async def evict(bootstrap: str, group: str) -> None:
+    """Send a leave request to the coordinator in the name of the group's only member."""
     admin: Any = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
     await admin.start()
     try:
