@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kafka_faults.brokers import CAMPAIGN, goes_on
+from tests.kafka_faults.brokers import CAMPAIGN, wait_for_progress
 from tests.kafka_faults.tools import need_kafka
 from tests.kafka_faults.workload import open_workload
 from tests.support.conditions import eventually
@@ -53,7 +53,7 @@ async def test_a_group_continues_when_its_coordinator_moves(cluster: KafkaCluste
         coordinator = await cluster.coordinator_of(workload.group)
 
         await asyncio.to_thread(cluster.brokers[coordinator].kill)
-        await goes_on(workload)
+        await wait_for_progress(workload)
         feeding.cancel()
         await asyncio.wait({feeding})
         await workload.all_settled()

@@ -1,4 +1,4 @@
-"""Replays of dead dead_letters: handled once per generation by the handlers they are for, with a readable history.
+"""Replays of dead letters: handled once per generation by the handlers they are for, with a readable history.
 
 Broker and store are in memory, except in the tests that are marked kafka and in one with a real Redis.
 """
@@ -74,7 +74,7 @@ class Billing:
 
 
 def replay(broker: FakeBroker, dead_letter: FakeRecord) -> None:
-    """Replay a dead dead_letter like `examples.replay_dead_letters`."""
+    """Replay a dead letter like `examples.replay_dead_letters`."""
     topic, key, value, headers = replay_of(dead_letter, SIGNED)
     broker.put(topic, value, key=key, headers=headers)
 

@@ -89,7 +89,7 @@ async def test_secrets_in_handler_errors_and_payloads_are_not_leaked(log: io.Str
     assert record is not None
     output = {
         "log": log.getvalue(),
-        "dead dead_letter": repr(dead_letter.headers),
+        "dead letter": repr(dead_letter.headers),
         "record": repr(record),
         **telemetry.output(),
     }

@@ -182,7 +182,7 @@ async def test_a_dead_letter_that_is_too_large_drops_value_then_headers_then_key
         for key, own in ((b"key", []), (b"key", headers), (large, headers)):
             await workload.publisher.send(workload.topic, key, large, own)
         dead_letters = sorted(
-            await read(workload, dead, 3), key=lambda dead_letter: dict(dead_letter.headers)["idempotency-dlq-offset"]
+            await read(workload, dead, 3), key=lambda message: dict(message.headers)["idempotency-dlq-offset"]
         )
 
     dropped = [

@@ -1,4 +1,4 @@
-"""A network that misbehaves between a worker and Redis.
+"""Network faults between a worker and Redis.
 
 The broker is in memory (see `tests.support.redis_shop`); server, proxy, driver, store and worker are real.
 """
@@ -24,7 +24,7 @@ from tests.support.redis_shop import DEAD, RedisShop, briefly, crash, open_redis
 from tests.support.workers import OrderPlaced
 
 SHORT_LEASE = 1.2
-"""Seconds: renewed after 0.4."""
+"""Seconds; renewed after 0.4 seconds."""
 
 SLOW_MACHINE = 5.0
 """Seconds that a busy machine may add to a measured time."""
@@ -39,14 +39,14 @@ def server() -> Iterator[RedisServer]:
 @pytest.fixture
 async def proxy(server: RedisServer) -> AsyncIterator[FaultProxy]:
     server.flush()
-    for script in SCRIPTS:  # a first call would be answered with NOSCRIPT, and its loss would prove nothing
+    for script in SCRIPTS:  # otherwise, the lost response of the first call would only be NOSCRIPT
         server.admin("SCRIPT", "LOAD", script.text)
     async with FaultProxy(server.address) as proxy:
         yield proxy
 
 
-async def misbehave(event: OrderPlaced, attempt: Attempt) -> None:
-    """What an order's number asks for."""
+async def behave_by_id(event: OrderPlaced, attempt: Attempt) -> None:
+    """Behave as requested by the order's ID."""
     match event.order_id:
         case "renew":
             await asyncio.sleep(SHORT_LEASE * 0.8)
@@ -66,7 +66,7 @@ CALLS = {
 
 
 def calls_of(verb: str, **how: Any) -> Cut:
-    """A cut at the calls of one verb: known by its script, and by the status that it writes."""
+    """Return a cut of the calls of one verb, identified by its script and the status that it writes."""
     script, status = CALLS[verb]
     return Cut(matching=script.sha.encode(), also=b"$1\r\n%b\r\n" % status if status else b"", **how)
 
@@ -79,7 +79,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "answer lost, again and again": {"times": 5},
 }
 VERBS = {"reserve": [1], "renew": [1], "complete": [1], "release": [2], "fail": []}
-"""With the attempts whose effects happen."""
+"""Attempts whose effects happen, by verb."""
 
 
 @pytest.mark.scenario(10, 11)
@@ -88,7 +88,7 @@ VERBS = {"reserve": [1], "renew": [1], "complete": [1], "release": [2], "fail": 
 async def test_an_interrupted_call_is_repeated_safely(
     proxy: FaultProxy, effects: Effects, verb: str, step: str
 ) -> None:
-    async with open_redis_shop(effects, proxy.address, lease=SHORT_LEASE, behave=misbehave) as shop:
+    async with open_redis_shop(effects, proxy.address, lease=SHORT_LEASE, behave=behave_by_id) as shop:
         shop.order(1)
         await shop.settled()
         order = OrderPlaced(order_id=verb)
@@ -109,7 +109,7 @@ async def test_an_interrupted_call_is_repeated_safely(
 
 
 async def test_a_failure_whose_response_was_lost_is_recorded_once(proxy: FaultProxy, effects: Effects) -> None:
-    async with open_redis_shop(effects, proxy.address, behave=misbehave) as shop:
+    async with open_redis_shop(effects, proxy.address, behave=behave_by_id) as shop:
         proxy.put(calls_of("fail"))
 
         shop.publish(OrderPlaced(order_id="fail"))
@@ -204,7 +204,7 @@ async def test_a_half_open_connection_is_detected_within_the_deadline(proxy: Fau
         proxy.heal()
         await shop.settled()
 
-        assert noticed_after < 0.5 + 2.0  # not after minutes, as without a deadline; others use this machine as well
+        assert noticed_after < 0.5 + 2.0  # without a deadline, it would take minutes
         shop.untouched()
 
 

@@ -1,4 +1,4 @@
-"""Many who want one key at one moment, on a real Redis and on a broker in memory."""
+"""Concurrent requests for one key, on a real Redis and with a broker in memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OrderMoved(BaseEvent):
 
 @pytest.fixture
 async def managers(redis_server: RedisServer) -> AsyncIterator[list[IdempotencyManager]]:
-    """Ten, each as in a process of its own: with a client of its own."""
+    """Provide ten managers with separate clients, as in separate processes."""
     redis_server.flush()
     clients = [redis_server.client() for _ in range(10)]
     managers = [IdempotencyManager(None, RedisIdempotencyRepository(client), scope="billing") for client in clients]
@@ -67,10 +67,10 @@ async def test_one_of_a_hundred_concurrent_callers_reserves_the_key_and_all_see_
         return await manager.reserve("order:1")
 
     verdicts = await asyncio.gather(*(ask(managers[number % 10]) for number in range(100)))
-    [ours] = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+    [reserved] = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
     assert sum(isinstance(verdict, InProgress) for verdict in verdicts) == 99
 
-    assert await managers[0].complete(ours, "receipt-1")
+    assert await managers[0].complete(reserved, "receipt-1")
     afterwards = await asyncio.gather(*(ask(managers[number % 10]) for number in range(100)))
     assert {verdict.result for verdict in afterwards} == {StoredResult(b'"receipt-1"')}
 
@@ -94,12 +94,12 @@ async def test_a_second_delivery_gets_the_result_byte_for_byte(managers: list[Id
     assert completion.result is not None
 
     assert await here.complete_many([completion]) == [True]
-    told_again = Completion(reservation=reserved, ttl=completion.ttl, result=StoredResult(b'"another"'))
-    assert await here.complete_many([told_again]) == [True]
+    repeated = Completion(reservation=reserved, ttl=completion.ttl, result=StoredResult(b'"another"'))
+    assert await here.complete_many([repeated]) == [True]
 
-    again = await there.reserve("order:1")
-    assert isinstance(again, Completed)
-    assert again.result == completion.result
+    verdict = await there.reserve("order:1")
+    assert isinstance(verdict, Completed)
+    assert verdict.result == completion.result
 
 
 @pytest.mark.scenario(4)
@@ -134,9 +134,11 @@ async def test_equal_content_is_handled_once_per_event_type() -> None:
     resolver = KeyResolver(KeyStrategy.CONTENT_HASH)
     dispatcher = IdempotentEventDispatcher(router, guarded().manager, resolver=resolver)
 
-    ends = [await dispatcher.dispatch(event) for event in (OrderPlaced(), OrderPlaced(), OrderMoved(), OrderMoved())]
+    outcomes = [
+        await dispatcher.dispatch(event) for event in (OrderPlaced(), OrderPlaced(), OrderMoved(), OrderMoved())
+    ]
 
-    assert [type(end) for [end] in ends] == [Executed, Completed, Executed, Completed]
+    assert [type(outcome) for [outcome] in outcomes] == [Executed, Completed, Executed, Completed]
     assert runs == ["order_placed", "order_moved"]
 
 
@@ -149,7 +151,7 @@ async def test_a_handler_that_republishes_its_own_event_does_not_run_again_or_bl
     broker, runs, router = FakeBroker(), list[str](), EventRouter()
 
     @router.on(OrderPlaced)
-    async def again(event: OrderPlaced) -> None:
+    async def charge(event: OrderPlaced) -> None:
         runs.append(event.order_id)
 
     async def publishing(handler: RegisteredHandler, call: HandlerCall) -> None:

@@ -1,7 +1,7 @@
-"""A Redis that is away, emptied, without its last writes or unfit, under a worker.
+"""Workers whose Redis is down, emptied, has lost its last writes, or is misconfigured.
 
 The broker is in memory (see `tests.support.redis_shop`); server, driver, store and worker are real.
-`tests/integration/test_redis_store_errors.py` has the same faults call by call.
+`tests/integration/test_redis_store_errors.py` covers the same faults for each store call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("integr8s_idem.worker.store_circuit.WATCH_SECONDS", 0.3)
 
 
-# Away.
+# Outages.
 
 
 @pytest.mark.scenario(40)
@@ -91,7 +91,7 @@ async def test_a_store_stall_costs_no_attempt(server: RedisServer, effects: Effe
         shop.untouched()
 
 
-# Emptied.
+# Loss of all records.
 
 
 @pytest.mark.usefixtures("_quick_watch")
@@ -158,27 +158,27 @@ async def test_a_loss_of_all_records_is_logged_and_redelivered_events_run_again(
         assert shop.broker.values(DEAD) == []
 
 
-# Without its last writes, as after a loss of power: the mark that names the store is older, and still there.
+# Loss of the last writes, as in a power failure: the record that identifies the store is older, and survives.
 
 
 EVERY_SECOND = {"appendonly": "yes", "appendfsync": "everysec"}
 
 
 async def written(server: RedisServer) -> int:
-    """The length of the append-only file, once it holds all that was answered."""
+    """Return the length of the append-only file, once it contains all acknowledged writes."""
     await eventually(lambda: server.admin("INFO", "persistence")["aof_buffer_length"] == 0)
     return file_of(server).stat().st_size
 
 
 def file_of(server: RedisServer) -> Path:
-    """The part of the append-only file that grows; Redis 7 has a folder of parts."""
+    """Return the incremental append-only file; Redis 7 has a folder of several files."""
     (file,) = [path for path in server.folder.rglob("*.aof") if not path.name.endswith(".base.aof")]
     return file
 
 
 async def lose_power(server: RedisServer, synced: int) -> None:
-    """Kill the server and start it again with the first `synced` bytes of its file."""
-    # While the file is synchronized, Redis may keep what it has answered in memory for two seconds.
+    """Kill the server, and start it with only the first `synced` bytes of its file."""
+    # While a sync is running, Redis may buffer acknowledged writes in memory for two seconds.
     await eventually(lambda: file_of(server).stat().st_size > synced)
     server.kill()
     os.truncate(file_of(server), synced)
@@ -191,24 +191,24 @@ async def test_work_whose_records_were_lost_in_a_power_failure_runs_again_and_th
 ) -> None:
     with RedisServer(config=EVERY_SECOND) as server:
         async with open_redis_shop(effects, server.address) as shop:
-            gate = StoreCircuit(shop.store.ping, shop.observer)
-            await gate.check()
+            circuit = StoreCircuit(shop.store.ping, shop.observer)
+            await circuit.check()
             kept = shop.order(3)
             await shop.settled()
             synced = await written(server)
-            forgotten = shop.order(5)
+            lost = shop.order(5)
             await shop.settled()
 
             await lose_power(server, synced)
-            shop.publish(*kept, *forgotten)
+            shop.publish(*kept, *lost)
             await shop.settled()
 
             assert shop.tally.duplicates == len(kept)
-            assert [shop.attempts(event.order_id) for event in forgotten] == [[1, 1]] * len(forgotten)
-            # Once in the fenced sink, and nothing lost.
-            assert shop.judge(records_lost=True)["repeats"] == len(forgotten)
-            await gate.check()
-            await gate.stop()
+            assert [shop.attempts(event.order_id) for event in lost] == [[1, 1]] * len(lost)
+            # Nothing is lost, and nothing is repeated in the fenced sink.
+            assert shop.judge(records_lost=True)["repeats"] == len(lost)
+            await circuit.check()
+            await circuit.stop()
             assert {signal: shop.observer.counts[signal] for signal in COUNTED_LOSSES} == {
                 **dict.fromkeys(COUNTED_LOSSES, 0),
                 Signal.STORE_RESTART: 1,

@@ -1,4 +1,4 @@
-"""Databases that are away, held or restarted, under a worker.
+"""Workers whose database is down, locked or restarted.
 
 The broker is in memory (see `tests.support.redis_shop`); PostgreSQL, MariaDB, SQLite, drivers, store and worker
 are real.

@@ -1,4 +1,4 @@
-"""Statements on a SQLite file that are cut short: the file is free at once, and the caller learns of its own end."""
+"""Interrupted statements on a SQLite file: the file is unlocked immediately, and the caller gets the right error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.conditions import eventually
 
 
 class Gate:
-    """The SQL function `wait_here()`: a statement that calls it stays there until it is opened."""
+    """The SQL function `wait_here()`, which blocks a statement until the gate is opened."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -39,7 +39,7 @@ class Gate:
 @pytest.fixture
 def gate() -> Iterator[Gate]:
     gate = Gate()
-    # What garbage holds must not be set free by chance.
+    # A garbage collection must not release a lock by chance.
     gc.disable()
     yield gate
     gc.enable()
@@ -76,7 +76,7 @@ async def test_a_cancelled_statement_raises_cancelled_error_and_unlocks_the_file
     with pytest.raises(asyncio.CancelledError) as kept:
         await running
 
-    # `kept` holds all that the statement had.
+    # `kept` references everything that the statement used.
     assert kept.value is not None
     with closing(sqlite3.connect(tmp_path / "idem.db", timeout=1, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")

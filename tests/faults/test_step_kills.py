@@ -1,4 +1,4 @@
-"""Handlers in steps whose processes die at every boundary of a step, on a real Kafka and real stores."""
+"""Handlers with steps whose processes die at each boundary of a step, on a real Kafka and real stores."""
 
 from __future__ import annotations
 

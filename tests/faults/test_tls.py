@@ -1,4 +1,4 @@
-"""TLS to a real Kafka, and to a real Redis behind a front; certificates of an authority of our own."""
+"""TLS connections to a real Kafka, and to a real Redis with a TLS front, with certificates of a test authority."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_a_redis_without_tls_is_rejected(redis_server: RedisServer, tmp_pa
 
 @dataclass(frozen=True)
 class Listeners:
-    """Of one broker: ports on the loopback."""
+    """Loopback ports of one broker."""
 
     tls: int
     plain: int
@@ -95,7 +95,7 @@ class Listeners:
 
 @pytest.fixture(scope="module")
 def listeners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listeners]:
-    """A broker whose certificate is good for 127.0.0.1, and no other name."""
+    """Start a broker whose certificate is valid only for 127.0.0.1."""
     need_kafka(own=True)
     folder = tmp_path_factory.mktemp("kafka")
     authority = Authority(folder)
@@ -122,7 +122,7 @@ async def test_a_publisher_connects_to_kafka_with_tls(listeners: Listeners) -> N
         ("another authority", "unable to get local issuer certificate"),
         ("another host", "Hostname mismatch, certificate is not valid for 'localhost'"),
         ("an expired certificate", "certificate has expired"),
-        ("plain text", ""),  # the broker hangs up on a greeting that it cannot read
+        ("plain text", ""),  # the broker closes the connection without a readable response
     ],
 )
 async def test_a_wrong_or_missing_certificate_of_kafka_is_rejected(
@@ -144,7 +144,7 @@ async def test_a_wrong_or_missing_certificate_of_kafka_is_rejected(
 
 
 def _add_tls(properties: Path, authority: Authority) -> int:
-    """A listener more, on the port that is returned."""
+    """Add a TLS listener, and return its port."""
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = int(held.getsockname()[1])
     added = {
