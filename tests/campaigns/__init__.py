@@ -1,4 +1,4 @@
-"""The long proofs: many runs of one kind of fault, resumable, with the totals kept in `record.json`.
+"""Long-running fault campaigns: many runs of one kind of fault, resumable, with totals in `record/`.
 
-`make faults` runs them all up to their targets; `make test` runs a small number of the same runs.
+`make faults` runs every campaign up to its target; `make test` runs a small number of the same runs.
 """

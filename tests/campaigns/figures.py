@@ -1,4 +1,4 @@
-"""What a campaign counts, and how it says that a promise was broken."""
+"""Campaigns, their figures, and the error for a broken promise."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ from dataclasses import dataclass
 
 
 class ViolationError(AssertionError):
-    """A promise was broken; the message says which, and with what."""
+    """A promise was broken; the message gives the promise and the evidence."""
 
 
 class Figures(Counter[str]):
-    """What was counted, by name; sums up with `+=`-like `update`.
+    """Counts by name; `update` adds the counts of another run.
 
-    Known names: `lost`, `repeats` (outside the fenced sink; each was owned up to), `fenced_repeats`,
-    `events`, `takeovers`; a campaign adds its own (`kills`, `seeds`, `states`, …).
+    Common names: `lost`, `repeats` (outside the fenced sink, each recognizable as a repeat), `fenced_repeats`,
+    `events`, `takeovers`.  Campaigns add their own: `kills`, `seeds`, `states`, …
     """
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """One kind of run, as many as wanted."""
+    """A series of numbered runs of one kind."""
 
     name: str
     counts: str
-    """The figure that its size is measured in: `kills`, `seeds`, …"""
+    """The figure that measures the campaign's size: `kills`, `seeds`, …"""
     says: str
-    """What one of them is, for the matrix."""
+    """Description of one unit of `counts`, for the fault matrix."""
     scenarios: tuple[int, ...]
-    """Numbers in `scenarios.toml` that it covers."""
+    """Rows of `scenarios.toml` that the campaign covers."""
     in_test: int
-    """How many runs `make test` makes."""
+    """Number of runs in `make test`."""
     target: int
-    """How many `make faults` goes for."""
+    """Value of `counts` at which `make faults` stops."""
     batch: int
-    """Runs (numbers) between two savings of the record; about a minute's worth."""
+    """Runs between two saves of the record; about a minute's worth."""
     run: Callable[[int, int], Figures]
-    """`run(first, count)`: the runs numbered `first` to `first + count - 1`.  A number is the seed of its run:
-    the same number is the same run as far as the servers allow.  Raises `ViolationError` that names the number."""
+    """`run(first, count)` executes the runs numbered `first` to `first + count - 1`.  The number seeds the run, so
+    that it can be repeated as far as the servers allow.  Raises a `ViolationError` that names the number."""
     at_least: int | None = None
-    """How many of what it counts `make test` must see, where that is not one a run."""
+    """Minimum of `counts` in `make test`, if it is not one per run."""
     on_page: tuple[int, int] | None = None
-    """What `make test` shows and the target where all servers are, of a campaign that makes less where some are not:
-    the matrix says the same on every machine."""
+    """Size in `make test` and target on a machine with all servers, for campaigns that run less on others: the matrix
+    must be the same on every machine."""
 
     @property
     def shown_in_test(self) -> int:
-        """How many of what it counts `make test` shows."""
+        """Value of `counts` in `make test`."""
         return self.in_test if self.at_least is None else self.at_least
 
     @property
     def stated(self) -> tuple[int, int]:
-        """What `make test` shows and the target, as the matrix says them."""
+        """Size in `make test` and target, as shown in the fault matrix."""
         return (self.shown_in_test, self.target) if self.on_page is None else self.on_page

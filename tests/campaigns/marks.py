@@ -1,4 +1,4 @@
-"""Which test names which row of the matrix: read from the sources, without importing them."""
+"""Find the tests of each fault matrix row by parsing the sources, without importing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TESTS: Final = Path(__file__).parents[1]
 
 
 def marked(folder: Path = TESTS) -> dict[int, list[str]]:
-    """By row: the marked functions, classes and files, as pytest names them."""
+    """Return the marked functions, classes and files by row, as pytest node IDs."""
     found: defaultdict[int, list[str]] = defaultdict(list)
     for path in sorted(folder.rglob("test_*.py")):
         name = path.relative_to(folder.parent).as_posix()
@@ -41,7 +41,7 @@ def _all(decorators: list[ast.expr]) -> list[int]:
 
 
 def _numbers(expression: ast.expr) -> list[int]:
-    """The arguments of every `pytest.mark.scenario(...)` in it."""
+    """Return the arguments of every `pytest.mark.scenario(...)` in the expression."""
     return [
         argument.value
         for call in ast.walk(expression)

@@ -1,4 +1,4 @@
-"""`python -m tests.campaigns.matrix`: writes docs/reference/fault-matrix.md from the marks, the rows and the record."""
+"""Write docs/reference/fault-matrix.md from the marks, the rows and the record: `python -m tests.campaigns.matrix`."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ ROWS: Final = Path(__file__).parent / "scenarios.toml"
 HEAD: Final = """\
 # The fault matrix
 
-What can go wrong, what must come out of it, and which test shows it. `make matrix` writes this page from the rows in
-`tests/campaigns/scenarios.toml`, the marks on the tests and what was recorded; a test compares it with them.
+Each row is a fault, the required outcome, and the tests that show it. `make matrix` generates this page from the rows
+in `tests/campaigns/scenarios.toml`, the marks on the tests, and the recorded results; a test checks that it is up to
+date.
 
-Processes are killed and stalled with signals. Redis and Kafka are real servers, but for the tests in `tests/unit`,
-whose broker and store are in memory, and for files whose first lines say so; a test checks that they do. *Cases* are
-those of the last recorded run of the tests; places that were marked since then are shown as not recorded.
+Processes are killed and stalled with signals. Redis and Kafka are real servers, except in `tests/unit`, where the
+broker and the store are in memory, and in files whose docstring says so; a test checks that it does. *Cases* come from
+the last recorded run of the tests; tests that were marked after it are shown as not recorded.
 """
 
 FIGURES: Final = """\
 ## Figures
 
-`make test` runs the small number of each; `make faults` goes for the target, and goes on where it was stopped. A zero
-in N runs says, at 95 %, no more than 3 in N; `-` says that the campaign does not count that. *Lost*: asked for, and
-neither done nor given up with a dead letter. *Twice in the sink*: repeated in a sink that checks key and fence.
-*Repeated outside*: each of these knew by its attempt and its fence that it was a repeat, or the store's loss was
-counted. *Commits*: checked out at the first and the last run, `+` for changes beside it in the library; figures are of
-that code, and `git diff COMMIT -- integr8s_idem` tells what has changed since.
+`make test` runs a small number of each campaign. `make faults` continues each campaign up to its target, and resumes
+where it was stopped. Zero occurrences in N runs means, with 95 % confidence, at most 3 in N; `-` means that the
+campaign does not count it. *Lost*: requested, but neither completed nor dead-lettered. *Repeated in the sink*: repeated
+in a sink that checks key and fence. *Repeated outside*: the handler could tell from its attempt and fence that it was a
+repeat, or the store's loss was counted. *Commits*: the commits of the first and the last run, with `+` if the library
+had uncommitted changes. To see what has changed since, run `git diff COMMIT -- integr8s_idem`.
 
 """
 
 COLUMNS: Final = (
     "campaign",
-    "one of them is",
+    "unit",
     "`make test`",
     "target",
-    "so far",
+    "done",
     "lost",
-    "twice in the sink",
+    "repeated in the sink",
     "repeated outside",
     "minutes",
     "commits",
@@ -60,7 +61,7 @@ NOTHING: Final = "-"
 
 @dataclass(frozen=True)
 class Row:
-    """One fault."""
+    """A row of the matrix: a fault and its required outcome."""
 
     number: int
     fault: str
@@ -69,21 +70,25 @@ class Row:
 
 
 def groups() -> Iterator[tuple[str, list[Row]]]:
-    """All rows, as they are written."""
+    """Return all groups of rows, in the order of the file."""
     for group in tomllib.loads(ROWS.read_text())["group"]:
         rows = group["rows"]
         yield group["name"], [Row(row["n"], row["fault"], row["outcome"], row.get("note", "")) for row in rows]
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the contents of the page."""
     marks, outcomes, known = marked(), load_tests(), campaigns()
     parts = [HEAD, FIGURES + _table(known)]
     shown = set(marks).union(*(campaign.scenarios for campaign in known.values()))
     missing = [row.number for _, rows in groups() for row in rows if row.number not in shown]
     parts.append(f"Rows without a test: {', '.join(map(str, missing)) or 'none'}.\n")
     for name, rows in groups():
-        lines = [f"## {name}\n", "| | fault | must come out | shown by | cases |", "| ---: | --- | --- | --- | --- |"]
+        lines = [
+            f"## {name}\n",
+            "| | fault | required outcome | shown by | cases |",
+            "| ---: | --- | --- | --- | --- |",
+        ]
         lines += [_line(row, marks.get(row.number, []), outcomes, known) for row in rows]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
@@ -95,14 +100,15 @@ def _table(known: Mapping[str, Campaign]) -> str:
 
 
 def _figures(campaign: Campaign, record: Record) -> str:
-    told = Counter(record.figures)
+    counts = Counter(record.figures)
     broken = f" **{len(record.violations)} broken**" if record.violations else ""
     commits = f"{record.since} … {record.until}" if record.since else NOTHING
-    zeros = " | ".join(f"{told[name]:,}" if name in told else NOTHING for name in ("lost", "fenced_repeats", "repeats"))
+    names = ("lost", "fenced_repeats", "repeats")
+    zeros = " | ".join(f"{counts[name]:,}" if name in counts else NOTHING for name in names)
     in_test, target = campaign.stated
     return (
         f"| {campaign.name} | {campaign.says} | {in_test:,} | {target:,} {campaign.counts} "
-        f"| {told[campaign.counts]:,}{broken} | {zeros} | {record.seconds / 60:,.0f} | {commits} |\n"
+        f"| {counts[campaign.counts]:,}{broken} | {zeros} | {record.seconds / 60:,.0f} | {commits} |\n"
     )
 
 
@@ -117,22 +123,22 @@ def _line(row: Row, places: list[str], outcomes: Mapping[str, Mapping[str, int]]
 
 
 def cases(places: list[str], outcomes: Mapping[str, Mapping[str, int]]) -> str:
-    """What is recorded of these places, and how many of them are not."""
+    """Return the recorded outcomes of `places`, and how many of them have not been recorded."""
     total: Counter[str] = Counter()
     missing = 0
     for place in places:
-        found = [told for test, told in outcomes.items() if belongs(test, place)]
+        found = [counts for test, counts in outcomes.items() if belongs(test, place)]
         missing += not found
-        for told in found:
-            total.update(told)
+        for counts in found:
+            total.update(counts)
     parts = [f"{count} {outcome}" for outcome, count in sorted(total.items(), key=_passed_first)]
     if missing:
-        parts.append(f"{missing} of {len(places)} places not recorded")
+        parts.append(f"{missing} of {len(places)} tests not recorded")
     return ", ".join(parts) or NOTHING
 
 
-def _passed_first(told: tuple[str, int]) -> tuple[bool, str]:
-    return told[0] != "passed", told[0]
+def _passed_first(outcome: tuple[str, int]) -> tuple[bool, str]:
+    return outcome[0] != "passed", outcome[0]
 
 
 def _link(place: str) -> str:

@@ -1,4 +1,4 @@
-"""Races for one key in the moment its lease ends: many tasks in several processes, on a real Redis."""
+"""Races for one key at the moment its lease ends: many tasks in several processes, on a real Redis."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.support.redis import RedisServer
 
 PROCESSES: Final = 4
 TASKS: Final = 25
-"""Takers of a process."""
+"""Concurrent `reserve` calls in each process."""
 LIFE: Final = timedelta(minutes=5)
 
 
 def run(first: int, count: int) -> Figures:
-    """The rounds numbered `first` to `first + count - 1`."""
+    """Run the rounds numbered `first` to `first + count - 1`."""
     with RedisServer() as server:
         return asyncio.run(_rounds(server, range(first, first + count)))
 
@@ -52,34 +52,34 @@ async def _rounds(server: RedisServer, numbers: range) -> Figures:
 
 
 async def _round(store: RedisIdempotencyRepository, racers: list[Process], number: int) -> Figures:
-    """A first owner who lets its lease end, a hundred takers, and what both owners write then."""
-    dice = random.Random(number)
+    """Let the lease of a first owner end, race for its key, and check the writes of both owners."""
+    rng = random.Random(number)
     key = f"race:{number}"
-    first = await _reserve(store, key, timedelta(milliseconds=dice.randint(1, 60)))
+    first = await _reserve(store, key, timedelta(milliseconds=rng.randint(1, 60)))
     if not isinstance(first, Reserved):
-        raise ViolationError(f"round {number}: a fresh key is {first}")
-    told = await asyncio.gather(*(_ask(racer, key) for racer in racers))
-    taken = [take for wins, _ in told for take in wins]
-    if [attempt for attempt, _, _ in taken] != [2] or taken[0][1] <= first.fence:
-        raise ViolationError(f"round {number}: {taken} took over from fence {first.fence}")
-    second = replace(first, attempt=2, fence=taken[0][1], token=bytes.fromhex(taken[0][2]))
+        raise ViolationError(f"round {number}: a new key was answered with {first}")
+    answers = await asyncio.gather(*(_race(racer, key) for racer in racers))
+    winners = [winner for winners, _ in answers for winner in winners]
+    if [attempt for attempt, _, _ in winners] != [2] or winners[0][1] <= first.fence:
+        raise ViolationError(f"round {number}: {winners} took over from fence {first.fence}")
+    second = replace(first, attempt=2, fence=winners[0][1], token=bytes.fromhex(winners[0][2]))
     await _check_writes(store, first, second, number)
-    return Figures(rounds=1, asked=sum(asked for _, asked in told), takeovers=1)
+    return Figures(rounds=1, asked=sum(asked for _, asked in answers), takeovers=1)
 
 
 async def _check_writes(store: RedisIdempotencyRepository, first: Reserved, second: Reserved, number: int) -> None:
-    """The first owner can write nothing, neither before the second has completed nor after it."""
+    """Check that the first owner's writes are rejected before and after the second owner completes."""
     result = StoredResult(b'"the second"')
-    await _check_that_nothing_is_taken(store, first, number)
+    await _check_stale_writes(store, first, number)
     if await store.complete([Completion(reservation=second, ttl=LIFE, result=result)]) != [True]:
         raise ViolationError(f"round {number}: the owner cannot complete")
-    await _check_that_nothing_is_taken(store, first, number)
+    await _check_stale_writes(store, first, number)
     late = await _reserve(store, first.key, LIFE)
     if not isinstance(late, Completed) or late.result != result:
-        raise ViolationError(f"round {number}: who comes late finds {late}")
+        raise ViolationError(f"round {number}: a late reserve was answered with {late}")
 
 
-async def _check_that_nothing_is_taken(store: RedisIdempotencyRepository, first: Reserved, number: int) -> None:
+async def _check_stale_writes(store: RedisIdempotencyRepository, first: Reserved, number: int) -> None:
     before = await _record(store, first.key)
     answers = [
         *await store.complete([Completion(reservation=first, ttl=LIFE, result=StoredResult(b'"the first"'))]),
@@ -89,11 +89,11 @@ async def _check_that_nothing_is_taken(store: RedisIdempotencyRepository, first:
     ]
     after = await _record(store, first.key)
     if any(answers) or before != after:
-        raise ViolationError(f"round {number}: a stale owner was answered {answers}; {before} became {after}")
+        raise ViolationError(f"round {number}: a stale owner got {answers}; {before} became {after}")
 
 
 async def _record(store: RedisIdempotencyRepository, key: str) -> IdempotencyRecord | None:
-    """The record but for its expiry, which is made of a rest of life told to the millisecond."""
+    """Return the record without its expiry, which is computed from a remaining ttl in whole milliseconds."""
     [record] = await store.get([key])
     return None if record is None else replace(record, expires_at=None)
 
@@ -106,7 +106,7 @@ async def _reserve(store: RedisIdempotencyRepository, key: str, lease: timedelta
 
 @asynccontextmanager
 async def _racer(url: str) -> AsyncIterator[Process]:
-    """A process that races for the keys it is told; it ends with its input."""
+    """Start a process that races for the keys on its standard input, and exits at end of input."""
     command = (sys.executable, "-m", "tests.support.racer", url, str(TASKS))
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     try:
@@ -121,7 +121,7 @@ async def _racer(url: str) -> AsyncIterator[Process]:
             await process.wait()
 
 
-async def _ask(racer: Process, key: str) -> Any:
+async def _race(racer: Process, key: str) -> Any:
     assert racer.stdin is not None
     racer.stdin.write(f"{key}\n".encode())
     return await _line(racer)
@@ -131,14 +131,14 @@ async def _line(racer: Process) -> Any:
     assert racer.stdout is not None
     line = await asyncio.wait_for(racer.stdout.readline(), 60)
     if not line:
-        raise RuntimeError(f"a racer ended with status {await racer.wait()}")
+        raise RuntimeError(f"a racer exited with status {await racer.wait()}")
     return json.loads(line)
 
 
 CAMPAIGN = Campaign(
     name="races",
     counts="rounds",
-    says=f"{PROCESSES * TASKS} takers in {PROCESSES} processes for one key in the moment its lease ends, on Redis",
+    says=f"{PROCESSES * TASKS} tasks in {PROCESSES} processes race for one key at the moment its lease ends, on Redis",
     scenarios=(8, 9),
     in_test=100,
     target=5_000,

@@ -1,4 +1,4 @@
-"""What was counted so far: one JSON file per campaign, and one for the tests that name a row of the matrix."""
+"""Recorded totals: one JSON file per campaign, and one for the tests that are marked with a row of the matrix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIBRARY: Final = "integr8s_idem"
 
 @dataclass
 class Record:
-    """The totals of one campaign, over all versions since `since`."""
+    """Totals of a campaign over all versions since `since`."""
 
     next: int = 0
     """The number of the next run."""
@@ -27,12 +27,12 @@ class Record:
     seconds: float = 0.0
     since: str = ""
     until: str = ""
-    """Commits of the first and the last run, as `commit` tells them."""
+    """Commits of the first and the last run, as returned by `commit`."""
     violations: list[str] = field(default_factory=list)
-    """Promises that were broken and not looked into yet; a person removes them after a fix."""
+    """Broken promises that have not been investigated yet; removed by hand after a fix."""
 
     def add(self, first: int, count: int, figures: Figures, seconds: float) -> None:
-        """Runs `first` to `first + count - 1` went well."""
+        """Add the figures of the successful runs `first` to `first + count - 1`."""
         total = Figures(self.figures)
         total.update(figures)
         self.figures = dict(sorted(total.items()))
@@ -43,31 +43,31 @@ class Record:
 
 
 def load(name: str, folder: Path = FOLDER) -> Record:
-    """The record of a campaign; empty if there is none."""
+    """Return the record of a campaign; empty if there is none."""
     path = folder / f"{name}.json"
     return Record(**json.loads(path.read_text())) if path.exists() else Record()
 
 
 def save(name: str, record: Record, folder: Path = FOLDER) -> None:
-    """Keep it, whole or not at all."""
+    """Write the record atomically."""
     _write(folder / f"{name}.json", asdict(record))
 
 
 def load_tests(folder: Path = FOLDER) -> dict[str, dict[str, int]]:
-    """By test function: how many of its cases passed, failed and were skipped when they were last recorded."""
+    """Return the number of passed, failed and skipped cases by test function, as last recorded."""
     path = folder / f"{TESTS}.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def save_tests(outcomes: dict[str, dict[str, int]], folder: Path = FOLDER) -> None:
-    """Keep them."""
+    """Write the outcomes by test function."""
     _write(folder / f"{TESTS}.json", dict(sorted(outcomes.items())))
 
 
 def commit() -> str:
-    """The short name of the commit that is checked out, `+` behind it if the library differs from it.
+    """Return the short hash of HEAD, followed by `+` if the library has uncommitted changes.
 
-    `?` outside of a repository.
+    Returns `?` outside a repository.
     """
     name = _git("rev-parse", "--short=8", "HEAD")
     return (name + ("+" if _git("status", "--porcelain", "--", LIBRARY) else "")) or "?"

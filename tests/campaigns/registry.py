@@ -1,4 +1,4 @@
-"""Where the campaigns are, by name, in the order in which `make faults` runs them."""
+"""All campaigns, in the order in which `make faults` runs them."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ MODULES: Final = (
 
 
 def campaigns() -> dict[str, Campaign]:
-    """All of them.
+    """Return all campaigns by name.
 
     Raises:
-        TypeError: A module of the list holds no campaign.
+        TypeError: A listed module does not define a campaign.
     """
     found = {}
     for name in MODULES:
         campaign = import_module(name).CAMPAIGN
         if not isinstance(campaign, Campaign):
-            raise TypeError(f"{name}.CAMPAIGN is no Campaign")
+            raise TypeError(f"{name}.CAMPAIGN is not a Campaign")
         found[campaign.name] = campaign
     return found

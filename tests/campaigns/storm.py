@@ -1,4 +1,7 @@
-"""A storm of duplicates: every message three times, in any order, through the real worker in virtual time."""
+"""Storms of duplicates: every message three times, shuffled, through the real worker in virtual time.
+
+The broker and the store are in memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class OrderPlaced(BaseEvent):
 
 
 def run(first: int, count: int) -> Figures:
-    """The storms numbered `first` to `first + count - 1`."""
+    """Run the storms numbered `first` to `first + count - 1`."""
     figures = Figures(lost=0, repeats=0)
     for number in range(first, first + count):
         figures.update(run_virtual(_storm(number)))
@@ -34,7 +37,7 @@ def run(first: int, count: int) -> Figures:
 
 
 async def _storm(number: int) -> Figures:
-    dice = random.Random(number)
+    rng = random.Random(number)
     broker, runs, router = FakeBroker(), Counter[str](), EventRouter()
 
     @router.on(OrderPlaced)
@@ -43,11 +46,11 @@ async def _storm(number: int) -> Figures:
 
     events = [OrderPlaced(order_id=str(order)) for order in range(EVENTS)]
     deliveries = events * COPIES
-    dice.shuffle(deliveries)
+    rng.shuffle(deliveries)
     for at, event in enumerate(deliveries):
         broker.publish(event, partition=at % PARTITIONS)
     ends = {at: log[-1].offset + 1 for at, log in broker.logs.items()}
-    ordering: Literal["partition", "none"] = dice.choice(["partition", "none"])
+    ordering: Literal["partition", "none"] = rng.choice(["partition", "none"])
 
     async with running(IdempotentEventDispatcher(router, guarded().manager), broker, ordering=ordering) as worker:
         await worker.until(lambda: broker.committed == ends)
@@ -60,17 +63,18 @@ async def _storm(number: int) -> Figures:
 def _judge(number: int, runs: Counter[str], broker: FakeBroker, duplicates: int) -> None:
     lost = EVENTS - len(runs)
     repeated = [order for order, times in runs.items() if times > 1]
-    letters = broker.values("order_placed.dlq")
-    if lost or repeated or letters or duplicates != EVENTS * (COPIES - 1):
+    dead_letters = broker.values("order_placed.dlq")
+    if lost or repeated or dead_letters or duplicates != EVENTS * (COPIES - 1):
         raise ViolationError(
-            f"storm {number}: {lost} lost, {repeated} repeated, {len(letters)} dead letters, {duplicates} duplicates"
+            f"storm {number}: {lost} lost, {repeated} repeated, {len(dead_letters)} dead-lettered, "
+            f"{duplicates} duplicates"
         )
 
 
 CAMPAIGN = Campaign(
     name="storm",
     counts="storms",
-    says=f"{EVENTS} messages {COPIES} times each in any order, through the worker, on a broker and a store in memory",
+    says=f"{EVENTS} messages {COPIES} times each, shuffled, through the worker, with broker and store in memory",
     scenarios=(111,),
     in_test=4,
     target=1_000,

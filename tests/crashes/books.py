@@ -1,7 +1,7 @@
-"""What a database and a topic say of transactional work, read from outside, and what must hold of it.
+"""Checks of transactional work against snapshots of the database and the topic.
 
-At every moment, whoever was killed before: a row is there if and only if its record is completed, by the same
-reservation, and then each of its events waits in the outbox or was published.
+The invariant, no matter which process was killed: a row exists if and only if its record was completed by the same
+reservation, and then each of its events is in the outbox or was published.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OUTBOX: Final = "SELECT event_id, value, message_key FROM idempotency_outbox OR
 
 
 class Entry(NamedTuple):
-    """One effect."""
+    """A row written by a handler."""
 
     work: str
     key: str
@@ -36,26 +36,25 @@ class Entry(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One event, as it waits or as it was published."""
+    """An event in the outbox or in the topic."""
 
     work: str
     step: int
     id: str
-    line: bytes
-    """The Kafka key."""
+    message_key: bytes
 
 
 @dataclass(frozen=True)
 class Books:
-    """What one transaction sees of a database."""
+    """A consistent snapshot of the database."""
 
     entries: Sequence[Entry]
     records: dict[str, tuple[int, int]]
     """Status and fence by key."""
     waiting: Sequence[Event]
-    """In the outbox."""
+    """Events in the outbox."""
     leases: dict[str, float]
-    """By key: when the lease ends, or ended; seconds of the database's clock."""
+    """End of the lease by key, in seconds of the database's clock."""
 
     @property
     def processing(self) -> list[str]:
@@ -63,18 +62,18 @@ class Books:
 
 
 async def read_books(url: str) -> Books:
-    """What the database of `url`, as SQLAlchemy writes it, says now: by plain SQL, in one snapshot."""
+    """Read a snapshot of the database at the SQLAlchemy URL `url`, with plain SQL."""
     address = make_url(url)
-    asked = (_ENTRIES, _RECORDS, _OUTBOX)
+    queries = (_ENTRIES, _RECORDS, _OUTBOX)
     if address.get_backend_name() == "sqlite":
         assert address.database is not None
         with closing(sqlite3.connect(address.database, timeout=30, isolation_level=None)) as file:
             file.execute("BEGIN")
-            return _books(*(file.execute(query).fetchall() for query in asked))
+            return _books(*(file.execute(query).fetchall() for query in queries))
     connection = await asyncpg.connect(host=address.query["host"], user="postgres", database=address.database)
     try:
         async with connection.transaction(isolation="repeatable_read", readonly=True):
-            return _books(*[await connection.fetch(query) for query in asked])
+            return _books(*[await connection.fetch(query) for query in queries])
     finally:
         await connection.close()
 
@@ -83,72 +82,76 @@ def _books(entries: Sequence[Any], records: Sequence[Any], waiting: Sequence[Any
     return Books(
         entries=[Entry(*row) for row in entries],
         records={key: (status, fence) for key, status, fence, _ in records},
-        waiting=[_event(event_id, bytes(value), bytes(line)) for event_id, value, line in waiting],
+        waiting=[_event(event_id, bytes(value), bytes(key)) for event_id, value, key in waiting],
         leases={key: lease / 1_000_000 for key, _, _, lease in records if lease is not None},
     )
 
 
 def published_events(messages: Sequence[Any]) -> list[Event]:
-    """Those that a consumer has read, copies included."""
-    return [_event(dict(one.headers)["event_id"].decode(), one.value, one.key) for one in messages]
+    """Decode the messages of a consumer, duplicates included."""
+    return [_event(dict(message.headers)["event_id"].decode(), message.value, message.key) for message in messages]
 
 
-def _event(event_id: str, value: bytes, line: bytes) -> Event:
-    told = json.loads(value)
-    if told["event_id"] != event_id:
-        raise ViolationError(f"the event {told['event_id']} travels as {event_id}")
-    return Event(told["work"], told["step"], event_id, line)
+def _event(event_id: str, value: bytes, message_key: bytes) -> Event:
+    content = json.loads(value)
+    if content["event_id"] != event_id:
+        raise ViolationError(f"the event {content['event_id']} was sent with the id {event_id}")
+    return Event(content["work"], content["step"], event_id, message_key)
 
 
 def judge_books(books: Books, published: Sequence[Event], steps: int) -> None:
-    """What must hold at every moment.
+    """Check the invariant that must hold at every moment.
 
     Args:
-        published: Read after the books.
-        steps: How many events each work leaves behind.
+        books: The snapshot.
+        published: Events in the topic, read after `books`.
+        steps: Number of events that each job publishes.
 
     Raises:
-        ViolationError: An effect, a completion and its events are not there together.
+        ViolationError: A row, its completion and its events do not exist together.
     """
-    twice = [key for key, times in Counter(entry.key for entry in books.entries).items() if times > 1]
-    if twice:
-        raise ViolationError(f"more than one row: {twice}")
+    repeated = [key for key, times in Counter(entry.key for entry in books.entries).items() if times > 1]
+    if repeated:
+        raise ViolationError(f"more than one row: {repeated}")
     by_rows = {entry.key: entry.fence for entry in books.entries}
     by_records = {key: fence for key, (status, fence) in books.records.items() if status == COMPLETED}
     if by_rows != by_records:
         raise ViolationError(
             f"rows without a completion: {sorted(by_rows.keys() - by_records.keys())}; "
-            f"completions without a row: {sorted(by_records.keys() - by_rows.keys())}; of another run: "
+            f"completions without a row: {sorted(by_records.keys() - by_rows.keys())}; by another run: "
             f"{[key for key in by_rows.keys() & by_records.keys() if by_rows[key] != by_records[key]]}"
         )
     wanted = {(entry.work, step) for entry in books.entries for step in range(steps)}
     known = {(event.work, event.step) for event in (*books.waiting, *published)}
     if lost := wanted - known:
-        raise ViolationError(f"events that neither wait nor were published: {sorted(lost)}")
+        raise ViolationError(f"events that are neither in the outbox nor published: {sorted(lost)}")
     if unfounded := {(event.work, event.step) for event in books.waiting} - wanted:
-        raise ViolationError(f"events that wait for work that is not done: {sorted(unfounded)}")
+        raise ViolationError(f"events in the outbox of work that is not done: {sorted(unfounded)}")
 
 
 def judge_end(books: Books, published: Sequence[Event], asked: Sequence[str], *, steps: int, in_order: bool) -> Figures:
-    """What must hold once nothing is left to do, beside `judge_books`.
+    """Check what must hold, in addition to `judge_books`, once all work is settled.
 
     Args:
-        asked: The works, copies included; those that end with `:poison` cannot be done.
-        in_order: Whether works of one Kafka key were done one after the other.
+        books: The snapshot.
+        published: Events in the topic.
+        asked: Requested work, duplicates included; work that ends with `:poison` cannot be done.
+        steps: Number of events that each job publishes.
+        in_order: Whether jobs with the same Kafka key run one after the other.
 
     Raises:
-        ViolationError: Something was lost, done twice, done for nobody, or published out of order.
+        ViolationError: Work was lost, done twice, done without a request, or published out of order.
     """
     good = {work for work in asked if not work.endswith(":poison")}
     rows = Counter(entry.work for entry in books.entries)
     if rows != Counter(good):
-        twice = [work for work, times in rows.items() if times > 1]
+        repeated = [work for work, times in rows.items() if times > 1]
         raise ViolationError(
-            f"rows lost: {sorted(good - rows.keys())}; too many: {twice}; "
-            f"of work that cannot be done: {sorted(rows.keys() - good)}"
+            f"lost rows: {sorted(good - rows.keys())}; repeated rows: {repeated}; "
+            f"rows of work that cannot be done: {sorted(rows.keys() - good)}"
         )
     if books.processing or books.waiting:
-        raise ViolationError(f"records that nobody settles: {books.processing}; events that wait: {books.waiting}")
+        raise ViolationError(f"unsettled records: {books.processing}; events in the outbox: {books.waiting}")
     _judge_ids(published, {(work, step) for work in good for step in range(steps)})
     _judge_order(list(dict.fromkeys(published)), [entry.work for entry in books.entries], in_order=in_order)
     return Figures(
@@ -163,22 +166,22 @@ def _judge_ids(published: Collection[Event], wanted: set[tuple[str, int]]) -> No
         ids[event.work, event.step].add(event.id)
     if ids.keys() != wanted:
         raise ViolationError(
-            f"never published: {sorted(wanted - ids.keys())}; for work that is not done: {sorted(ids.keys() - wanted)}"
+            f"never published: {sorted(wanted - ids.keys())}; of work that is not done: {sorted(ids.keys() - wanted)}"
         )
-    if many := {of: found for of, found in ids.items() if len(found) > 1}:
-        raise ViolationError(f"published under several ids: {many}")
+    if several := {step: found for step, found in ids.items() if len(found) > 1}:
+        raise ViolationError(f"published under several ids: {several}")
     if len({event.id for event in published}) != len(wanted):
         raise ViolationError("several events share an id")
 
 
-def _judge_order(first_sights: Sequence[Event], done: Sequence[str], *, in_order: bool) -> None:
-    """`done`: in the order of the rows; `first_sights`: in that of the topic, each event once."""
-    lines: defaultdict[bytes, list[Event]] = defaultdict(list)
-    for event in first_sights:
-        lines[event.line].append(event)
-    place = {work: index for index, work in enumerate(done)}
-    for line, events in lines.items():
-        seen = [(place[event.work], event.step) for event in events]
-        steps = [[step for at, step in seen if at == one] for one in dict.fromkeys(at for at, _ in seen)]
-        if (in_order and seen != sorted(seen)) or any(one != sorted(one) for one in steps):
-            raise ViolationError(f"events of {line!r} were first seen in the order {events}")
+def _judge_order(first_copies: Sequence[Event], done: Sequence[str], *, in_order: bool) -> None:
+    """Check the order of `first_copies` (the topic without duplicates) against `done` (the order of the rows)."""
+    by_key: defaultdict[bytes, list[Event]] = defaultdict(list)
+    for event in first_copies:
+        by_key[event.message_key].append(event)
+    positions = {work: index for index, work in enumerate(done)}
+    for key, events in by_key.items():
+        order = [(positions[event.work], event.step) for event in events]
+        steps = [[step for at, step in order if at == work] for work in dict.fromkeys(at for at, _ in order)]
+        if (in_order and order != sorted(order)) or any(found != sorted(found) for found in steps):
+            raise ViolationError(f"events with the key {key!r} were first published in the order {events}")

@@ -1,4 +1,4 @@
-"""One real broker and one real Redis for many trials, and what a trial asks of them."""
+"""One real broker and one real Redis, shared by many trials, and the topics of a trial."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from tests.support.redis import RedisServer
 
 PARTITIONS: Final = 2
 BROKER: Final = 1
-"""Its node id; it coordinates all groups."""
+"""Node ID of the only broker, which coordinates all groups."""
 
 
 @dataclass
-class Ground:
-    """The servers, and clients of them that all trials share."""
+class Servers:
+    """Servers and clients that all trials share."""
 
     broker: KafkaBroker
     redis: RedisServer
     folder: Path
-    """For everything that trials write; gone with the ground."""
+    """Files of the trials; deleted with the servers."""
     producer: Any
     admin: Any
     store: RedisIdempotencyRepository
     homes: Mapping[str, Home]
-    """By kind: the servers for records that were asked for beside that Redis."""
+    """Additional servers for records, by kind of store."""
 
     @property
     def redis_settings(self) -> StoreTable:
-        """Of a store in that Redis, for a worker."""
+        """Store settings of a worker that uses this Redis."""
         return {"kind": "redis", "url": self.redis.url, "timeout_seconds": 0.5}
 
     @asynccontextmanager
     async def topic_set(self, prefix: str, partitions: int = PARTITIONS) -> AsyncIterator[Topics]:
-        """Topics of a trial, made and removed."""
+        """Create the topics of a trial, and delete them at the end of the block."""
         names = {f"{prefix}job": partitions, f"{prefix}job_done": 1, f"{prefix}job.dlq": 1}
         await self.broker.create_topics(names)
         try:
@@ -59,63 +59,63 @@ class Ground:
 
 @dataclass
 class Topics:
-    """The topics of one trial: `job`, `job_done`, `job.dlq` behind its prefix."""
+    """The topics `job`, `job_done` and `job.dlq` of a trial, with its prefix."""
 
-    ground: Ground
+    servers: Servers
     prefix: str
     ends: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """By partition of `job`: the offset behind the last message."""
+    """End offset by partition of `job`."""
     published: list[str] = field(default_factory=list)
-    """Works, copies included."""
+    """Work of all published jobs, duplicates included."""
 
     async def publish(self, events: Iterable[BaseEvent]) -> None:
-        """Put jobs into the topic; those of one aggregate into one partition, in order."""
+        """Publish jobs; jobs of one aggregate go to one partition, in order."""
         for event in events:
             key = event.aggregate_id.encode() if event.aggregate_id else None
-            sent = await self.ground.producer.send_and_wait(
+            sent = await self.servers.producer.send_and_wait(
                 f"{self.prefix}job", encode_event(event), key=key, headers=event_headers(event)
             )
             self.ends[sent.partition] = max(self.ends[sent.partition], sent.offset + 1)
-            self.published.append(getattr(event, "work"))  # noqa: B009  # any kind of job
+            self.published.append(getattr(event, "work"))  # noqa: B009  # jobs of any class
 
     async def settled(self, group: str) -> bool:
-        """Whether the group has committed all that was published."""
+        """Return whether the group has committed all published jobs."""
         offsets = await self._committed(group)
         return all(offsets.get(partition, 0) >= end for partition, end in self.ends.items())
 
-    async def behind(self, group: str) -> str:
-        """By partition how much of it is committed, for whoever waits in vain."""
+    async def progress(self, group: str) -> str:
+        """Return the committed and the end offset of each partition, for error messages."""
         offsets = await self._committed(group)
         return ", ".join(f"{partition}: {offsets.get(partition, 0)} of {end}" for partition, end in self.ends.items())
 
     async def _committed(self, group: str) -> dict[int, int]:
         try:
-            committed: Mapping[Any, Any] = await self.ground.admin.list_consumer_group_offsets(group, BROKER)
+            committed: Mapping[Any, Any] = await self.servers.admin.list_consumer_group_offsets(group, BROKER)
         except KafkaError as error:
-            if error.retriable:  # the coordinator is not there yet, or not any more
+            if error.retriable:  # the coordinator is not available
                 return {}
             raise
-        return {at.partition: told.offset for at, told in committed.items() if at.topic == f"{self.prefix}job"}
+        return {at.partition: offset.offset for at, offset in committed.items() if at.topic == f"{self.prefix}job"}
 
     async def members(self, group: str) -> set[str]:
-        """Whom the group consists of."""
-        [answer] = await self.ground.admin.describe_consumer_groups([group], BROKER)
+        """Return the member IDs of the group."""
+        [answer] = await self.servers.admin.describe_consumer_groups([group], BROKER)
         [(_, _, _, _, _, members, *_)] = answer.groups
         return {member_id for member_id, *_ in members}
 
     async def messages(self, name: str) -> Sequence[Any]:
-        """All messages of one of the topics with a single partition."""
-        place = TopicPartition(f"{self.prefix}{name}", 0)
-        consumer: Any = AIOKafkaConsumer(bootstrap_servers=self.ground.broker.bootstrap, enable_auto_commit=False)
+        """Return all messages of a topic with a single partition."""
+        partition = TopicPartition(f"{self.prefix}{name}", 0)
+        consumer: Any = AIOKafkaConsumer(bootstrap_servers=self.servers.broker.bootstrap, enable_auto_commit=False)
         await consumer.start()
         try:
-            consumer.assign([place])
-            end = (await consumer.end_offsets([place]))[place]
-            consumer.seek(place, 0)
+            consumer.assign([partition])
+            end = (await consumer.end_offsets([partition]))[partition]
+            consumer.seek(partition, 0)
             found: list[Any] = []
-            while await consumer.position(place) < end:
-                batches = await consumer.getmany(place, timeout_ms=200)
-                found += batches.get(place, [])
+            while await consumer.position(partition) < end:
+                batches = await consumer.getmany(partition, timeout_ms=200)
+                found += batches.get(partition, [])
             return found
         finally:
             await consumer.stop()
@@ -123,7 +123,7 @@ class Topics:
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Clients meet servers that are just starting and topics that are just made: nothing to tell of."""
+    """Silence a logger: clients log errors about servers that are starting and topics that were just created."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -134,21 +134,21 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def open_ground(redis: Mapping[str, str] | None = None, *, kinds: Iterable[str] = ()) -> AsyncIterator[Ground]:
-    """Servers of our own, started now and gone afterwards.
+async def open_servers(redis: Mapping[str, str] | None = None, *, kinds: Iterable[str] = ()) -> AsyncIterator[Servers]:
+    """Start the servers, and stop them at the end of the block.
 
     Args:
-        redis: Settings of Redis over those for tests.
-        kinds: Of the stores for which there must be servers beside that Redis.
+        redis: Redis settings that override those for tests.
+        kinds: Kinds of stores that need servers in addition to this Redis.
     """
-    with ExitStack() as servers:
-        servers.enter_context(_quiet("aiokafka"))
-        folder = Path(servers.enter_context(tempfile.TemporaryDirectory(prefix="idem-crashes-")))
+    with ExitStack() as stack:
+        stack.enter_context(_quiet("aiokafka"))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="idem-crashes-")))
         (folder / "kafka").mkdir()
         broker = KafkaBroker(folder / "kafka")
-        servers.callback(broker.kill)
+        stack.callback(broker.kill)
         broker.start()
-        server = servers.enter_context(RedisServer(config=redis))
+        server = stack.enter_context(RedisServer(config=redis))
         async with AsyncExitStack() as clients:
             producer = AIOKafkaProducer(bootstrap_servers=broker.bootstrap, acks="all", linger_ms=0)
             await producer.start()
@@ -159,5 +159,5 @@ async def open_ground(redis: Mapping[str, str] | None = None, *, kinds: Iterable
             client = server.client()
             clients.push_async_callback(client.aclose)
             store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=30))
-            homes = {kind: servers.enter_context(open_home(kind)) for kind in kinds}
-            yield Ground(broker, server, folder, producer, admin, store, homes)
+            homes = {kind: stack.enter_context(open_home(kind)) for kind in kinds}
+            yield Servers(broker, server, folder, producer, admin, store, homes)

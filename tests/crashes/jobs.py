@@ -1,4 +1,4 @@
-"""The work that is done while processes die: events, their handler, and what a test knows of them."""
+"""Events and handlers for crash tests, and the order that their effects must have."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ Kind = Literal["plain", "flaky", "poison", "slow", "talking", "deadly"]
 
 
 class Job(BaseEvent):
-    """Some work."""
+    """A request to do `work`."""
 
     event_type: Literal["job"] = "job"
     work: str
     kind: Kind = "plain"
-    """flaky: its first run fails.  poison: every run fails for good, before the effect.  talking: it publishes.
-    deadly: every run kills its process."""
+    """flaky: the first run fails.  poison: every run fails permanently, before the effect.  talking: the handler
+    publishes an event.  deadly: every run kills its process."""
     seconds: float = 0.0
-    """How long its handler takes before the effect."""
+    """Duration of the handler before its effect."""
 
 
 class JobDone(BaseEvent):
-    """What a talking job leaves behind."""
+    """Published by the handler of a `talking` job."""
 
     event_type: Literal["job_done"] = "job_done"
     work: str
     step: int = 0
-    """Where one job leaves several."""
+    """Distinguishes several events of one job."""
 
 
-class Boss:
-    """Handles jobs: the effect once, with the points of a plan around it."""
+class JobHandler:
+    """Handles jobs, with the crash points of a plan around the effect."""
 
     def __init__(self, effects: Effects, plan: CrashPlan) -> None:
         self._effects = effects
         self._plan = plan
         self.router = EventRouter()
-        self.router.on(Job, name="boss")(self._handle)
+        self.router.on(Job, name="jobs")(self._handle)
 
     async def _handle(self, call: Any) -> str:
         job, attempt = call.event, call.attempt
@@ -62,39 +62,39 @@ class Boss:
 
     def _fail(self, job: Job, attempt: Attempt) -> None:
         if job.kind == "poison":
-            raise PermanentError(f"{job.work} can never be done")
+            raise PermanentError(f"{job.work} always fails")
         if job.kind == "flaky" and attempt.number == 1:
-            raise RuntimeError(f"{job.work} cannot be done now")
+            raise RuntimeError(f"{job.work} fails in its first run")
         if job.kind == "deadly":
             kill_myself()
 
 
-async def with_the_call(handler: Any, call: HandlerCall) -> Any:
-    """Calls a handler with all there is, instead of a container."""
+async def invoke_handler(handler: Any, call: HandlerCall) -> Any:
+    """Call a handler with its call object, without a container."""
     return await handler.function(call)
 
 
 class Stream:
-    """Jobs without end: of a few aggregates, numbered within each, copies of earlier ones among them."""
+    """Endless stream of jobs, numbered within a few aggregates, mixed with duplicates of earlier jobs."""
 
     AGGREGATES: Final = 24
     LAST: Final = 100
-    """Copies are of one of so many jobs before."""
+    """Duplicates repeat one of this many latest jobs."""
 
-    def __init__(self, dice: Random, lease: float) -> None:
-        self._dice = dice
+    def __init__(self, rng: Random, lease: float) -> None:
+        self._rng = rng
         self._lease = lease
         self._numbers: Counter[str] = Counter()
         self._latest: deque[Job] = deque(maxlen=self.LAST)
 
     def __next__(self) -> Job:
-        if self._latest and self._dice.random() < 0.2:
-            return self._dice.choice(self._latest)
-        aggregate = f"a{self._dice.randrange(self.AGGREGATES)}"
-        kind = self._dice.choices(KINDS, weights=(80, 6, 2, 2, 10))[0]
+        if self._latest and self._rng.random() < 0.2:
+            return self._rng.choice(self._latest)
+        aggregate = f"a{self._rng.randrange(self.AGGREGATES)}"
+        kind = self._rng.choices(KINDS, weights=(80, 6, 2, 2, 10))[0]
         work = f"{aggregate}:{self._numbers[aggregate]}:{kind}"
         self._numbers[aggregate] += 1
-        seconds = _seconds(kind, self._dice, self._lease)
+        seconds = _seconds(kind, self._rng, self._lease)
         job = Job(work=work, kind=kind, seconds=seconds, aggregate_id=aggregate)
         self._latest.append(job)
         return job
@@ -104,7 +104,7 @@ class Stream:
 
 
 def out_of_order(effects: Effects) -> dict[str, list[int]]:
-    """Aggregates of a stream whose jobs had their first effects in another order than that of their numbers."""
+    """Return the job numbers of each aggregate whose first effects happened in the wrong order."""
     first: defaultdict[str, list[int]] = defaultdict(list)
     seen: set[str] = set()
     for line in effects.lines():
@@ -115,20 +115,20 @@ def out_of_order(effects: Effects) -> dict[str, list[int]]:
     return {aggregate: numbers for aggregate, numbers in first.items() if numbers != sorted(numbers)}
 
 
-def handful(dice: Random, name: str, lease: float) -> Iterator[Job]:
-    """One job of each kind and a few copies, in some order."""
+def jobs_of_each_kind(rng: Random, name: str, lease: float) -> Iterator[Job]:
+    """Return one job of each kind and a few duplicates, shuffled."""
     jobs = [
-        Job(work=f"{name}:{kind}", kind=kind, seconds=_seconds(kind, dice, lease), aggregate_id=f"{name}:{place % 3}")
-        for place, kind in enumerate(KINDS)
+        Job(work=f"{name}:{kind}", kind=kind, seconds=_seconds(kind, rng, lease), aggregate_id=f"{name}:{index % 3}")
+        for index, kind in enumerate(KINDS)
     ]
-    jobs += dice.sample(jobs, 2)
-    dice.shuffle(jobs)
+    jobs += rng.sample(jobs, 2)
+    rng.shuffle(jobs)
     return iter(jobs)
 
 
 KINDS: tuple[Kind, ...] = ("plain", "flaky", "poison", "slow", "talking")
 
 
-def _seconds(kind: Kind, dice: Random, lease: float) -> float:
-    # Long enough for a renewal, which is due after a third of the lease.
-    return lease * dice.uniform(0.45, 0.7) if kind == "slow" else dice.uniform(0.0, 0.05)
+def _seconds(kind: Kind, rng: Random, lease: float) -> float:
+    # Slow jobs take long enough for a renewal, which is due after a third of the lease.
+    return lease * rng.uniform(0.45, 0.7) if kind == "slow" else rng.uniform(0.0, 0.05)

@@ -1,4 +1,4 @@
-"""One job and one death: without other work and other deaths beside it, each run is known in advance."""
+"""One job and one crash: without other work and other crashes, the runs can be predicted exactly."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ import signal
 
 from integr8s_idem.testing.crash_points import CrashPoint
 from tests.campaigns.figures import ViolationError
-from tests.crashes.forks import Nursery
-from tests.crashes.ground import Ground, Topics
+from tests.crashes.forks import ForkServer
+from tests.crashes.ground import Servers, Topics
 from tests.crashes.jobs import Job
-from tests.crashes.judging import judge, last_words
+from tests.crashes.judging import judge, log_tail
 from tests.crashes.orders import Order
 from tests.crashes.points import PATIENCE
 from tests.support.effects import Effects
 
 
-async def lone_job(ground: Ground, nursery: Nursery, point: CrashPoint) -> tuple[list[int], list[int]]:
-    """A worker dies at `point`; a copy of its job comes; another worker settles both.
+async def crash_one_job(servers: Servers, fork_server: ForkServer, point: CrashPoint) -> tuple[list[int], list[int]]:
+    """Kill a worker at `point`, publish a duplicate of its job, and let another worker settle both.
 
     Returns:
-        The attempts that began, and those whose effect happened.
+        The attempts that started, and those whose effect happened.
 
     Raises:
-        ViolationError: A promise was broken, or nobody died.
+        ViolationError: A promise was broken, or the worker did not reach `point`.
     """
-    folder = ground.folder / f"lone-{point.value}"
+    folder = servers.folder / f"lone-{point.value}"
     folder.mkdir()
     prefix = f"lone-{point.value}."
-    order = Order(bootstrap=ground.broker.bootstrap, store=ground.redis_settings, prefix=prefix, folder=str(folder))
+    order = Order(bootstrap=servers.broker.bootstrap, store=servers.redis_settings, prefix=prefix, folder=str(folder))
     effects = Effects(folder)
     effects.prepare()
-    async with ground.topic_set(prefix, partitions=1) as topics:
+    async with servers.topic_set(prefix, partitions=1) as topics:
         job = Job(work=f"{point.value}:plain")
         await topics.publish([job])
-        doomed = await nursery.start(Order(**{**vars(order), "point": point.value}))
+        doomed = await fork_server.start(Order(**{**vars(order), "point": point.value}))
         async with asyncio.timeout(PATIENCE):
             status = await asyncio.shield(doomed.ended)
         if status != -signal.SIGKILL:
-            raise ViolationError(f"{point.value}: ended with {status}:\n{last_words(folder)}")
+            raise ViolationError(f"{point.value}: exited with status {status}:\n{log_tail(folder)}")
         await topics.publish([job])
-        heir = await nursery.start(order)
-        await _settled(topics, order)
-        await heir.end(signal.SIGTERM)
+        successor = await fork_server.start(order)
+        await _wait_until_settled(topics, order)
+        await successor.end(signal.SIGTERM)
         await judge(topics, effects, order.key_prefix)
     lines = effects.lines()
     return (
@@ -51,7 +51,7 @@ async def lone_job(ground: Ground, nursery: Nursery, point: CrashPoint) -> tuple
     )
 
 
-async def _settled(topics: Topics, order: Order) -> None:
+async def _wait_until_settled(topics: Topics, order: Order) -> None:
     async with asyncio.timeout(PATIENCE):
-        while not await topics.settled(order.group):  # noqa: ASYNC110  # the broker tells nobody
+        while not await topics.settled(order.group):  # noqa: ASYNC110  # the broker sends no notification
             await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What a worker process is told."""
+"""Instructions for a worker process."""
 
 from __future__ import annotations
 
@@ -8,49 +8,50 @@ from typing import Any, Final, Literal
 from integr8s_idem import IdempotencyConfig
 from integr8s_idem.config import KafkaSettings, ServiceSettings
 
-SERVICE: Final = "boss"
+SERVICE: Final = "jobs"
 MOST_ATTEMPTS: Final = 50
-"""More than any trial has lives: no job is given up because processes were killed."""
+"""More than the crashes of any trial: no job is given up because its processes were killed."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker is to do; travels as JSON."""
+    """Instructions for a worker; sent as JSON."""
 
     bootstrap: str
     store: dict[str, Any]
-    """Of the store, as under `[store]`; of transactional workers `url` as SQLAlchemy writes it, and no more."""
+    """Settings of the store, as under `[store]`; for transactional workers, only the SQLAlchemy URL as `url`."""
     prefix: str
-    """Of its topics and its group, and its keys in the store."""
+    """Prefix of topics, group and keys."""
     folder: str
-    """For effects and logs."""
+    """Folder for effects and logs."""
     transactional: bool = False
-    """Its handlers write into the database that the store is in; their outcome commits with that."""
+    """Whether handlers write into the database of the store, and commit their outcome with their effect."""
     isolation: str = ""
-    """Of a transactional handler's transaction; empty: what the engine has."""
+    """Isolation level of transactional handlers; empty for that of the engine."""
     stepping: bool = False
-    """Its handler works in steps."""
+    """Whether the handler uses steps."""
     step: str = ""
-    """At which moment of which step it dies, as in `charge:after_reserve`; empty: at none."""
+    """Step and moment at which the worker dies, such as `charge:after_reserve`; empty for none."""
     bug: str = ""
-    """A mistake of `tests.crashes.transactional_bugs` that it makes; empty: none."""
+    """Bug from `tests.crashes.transactional_bugs` to inject; empty for none."""
     point: str = ""
-    """Where it dies; empty: nowhere."""
+    """Crash point at which the worker dies; empty for none."""
     occurrence: int = 1
+    """Dies at this occurrence of `point`."""
     stalls: bool = False
-    """It stops itself there instead, until somebody sends SIGCONT; the file `stalled` in its folder says so before."""
+    """Whether to stop at the point until SIGCONT instead of dying, after creating the file `stalled` in the folder."""
     ordering: Literal["partition", "key", "none"] = "partition"
     lease: float = 1.5
     session: float = 1.5
     request_timeout: float = 5.0
-    """Of the broker."""
+    """Timeout of requests to the broker."""
     max_attempts: int = MOST_ATTEMPTS
     samples: str = ""
-    """File for what it weighs; empty: not weighed."""
+    """File for samples of the worker's resource usage; empty for none."""
 
     @property
     def key_prefix(self) -> str:
-        """Of its records in the store."""
+        """Key prefix of the worker's records."""
         return self.prefix.rstrip(".")
 
     @property

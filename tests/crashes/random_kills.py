@@ -1,4 +1,4 @@
-"""Three workers of a group under load; one after the other dies at a random moment, on real servers."""
+"""Three workers of a group under load, killed one after the other at random moments, on real servers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import signal
 from typing import Final
 
 from tests.campaigns.figures import Campaign, Figures, ViolationError
-from tests.crashes.crew import Crew
-from tests.crashes.forks import Nursery
-from tests.crashes.ground import open_ground
+from tests.crashes.crew import WorkerGroup
+from tests.crashes.forks import ForkServer
+from tests.crashes.ground import open_servers
 
 WORKERS: Final = 3
 JOBS_A_SECOND: Final = 60.0
 CALM: Final = (0.2, 1.8)
-"""Seconds between two kills: shorter and longer than a session."""
+"""Range of seconds between two kills: both shorter and longer than a session."""
 
 
 def run(first: int, count: int) -> Figures:
-    """The kills numbered `first` to `first + count - 1`, in one go: moments and victims go by the number."""
+    """Perform the kills numbered `first` to `first + count - 1` in one run; the number seeds moment and victim."""
     try:
         return asyncio.run(_kills(range(first, first + count)))
     except (AssertionError, TimeoutError) as error:
@@ -27,28 +27,28 @@ def run(first: int, count: int) -> Figures:
 
 
 async def _kills(numbers: range) -> Figures:
-    async with open_ground() as ground, Nursery() as nursery:
-        dice = random.Random(numbers.start)
-        async with Crew.hired(ground, nursery, f"random{numbers.start}", dice, size=WORKERS) as crew:
-            async with crew.load(JOBS_A_SECOND):
+    async with open_servers() as servers, ForkServer() as fork_server:
+        rng = random.Random(numbers.start)
+        async with WorkerGroup.open(servers, fork_server, f"random{numbers.start}", rng, size=WORKERS) as worker_group:
+            async with worker_group.load(JOBS_A_SECOND):
                 for number in numbers:
-                    await _kill(crew, random.Random(number))
-            await crew.quiet()
-            return await crew.verdict()
+                    await _kill(worker_group, random.Random(number))
+            await worker_group.wait_until_settled()
+            return await worker_group.verdict()
 
 
-async def _kill(crew: Crew, dice: random.Random) -> None:
-    """SIGKILL to one; every fourth time somebody is told to drain before."""
-    if dice.random() < 0.25:
-        await crew.replace(dice.randrange(WORKERS), (dice.uniform(*CALM), signal.SIGTERM))
-    pause = dice.uniform(*CALM)
-    await crew.replace(dice.randrange(WORKERS), (pause, signal.SIGKILL))
+async def _kill(worker_group: WorkerGroup, rng: random.Random) -> None:
+    """Kill one worker; with a probability of 25 %, stop another one with SIGTERM first."""
+    if rng.random() < 0.25:
+        await worker_group.replace(rng.randrange(WORKERS), (rng.uniform(*CALM), signal.SIGTERM))
+    pause = rng.uniform(*CALM)
+    await worker_group.replace(rng.randrange(WORKERS), (pause, signal.SIGKILL))
 
 
 CAMPAIGN = Campaign(
     name="random-kills",
     counts="kills",
-    says="SIGKILL to one of three workers under load at a random moment, on a real Redis and a real Kafka",
+    says="one of three workers under load is killed at a random moment, on a real Redis and a real Kafka",
     scenarios=(63,),
     in_test=10,
     target=500,

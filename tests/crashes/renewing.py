@@ -1,6 +1,6 @@
-"""A process that dies around a renewal: `python -m tests.crashes.renewing URL FOLDER POINT LEASE`.
+"""Run a process that dies during a lease renewal: `python -m tests.crashes.renewing URL FOLDER POINT LEASE`.
 
-It runs the work named POINT, for longer than a lease, until it kills itself there.
+It runs work named POINT for longer than a lease, until it kills itself at that crash point.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a process weighs, written down by itself, and whether that grows."""
+"""Samples of a process's resource usage, taken by itself, and their trend."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ EVERY: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at a process, right after a full garbage collection and with free memory given back."""
+    """Resource usage right after a full garbage collection, with free memory returned to the system."""
 
     at: float
-    """Seconds, by the monotonic clock."""
+    """Seconds of the monotonic clock."""
     rss: int
     """Bytes."""
     blocks: int
-    """Blocks that Python has allocated: free of what an allocator keeps in reserve."""
+    """Blocks allocated by Python, which do not include the reserve of an allocator."""
     descriptors: int
     tasks: int
 
 
 async def sampling(path: Path) -> None:
-    """Append samples of this process to `path`, one JSON list a line."""
+    """Append samples of this process to `path`, one JSON list per line."""
     _fill_caches()
     process = psutil.Process()
     libc = ctypes.CDLL(None)
@@ -55,20 +55,19 @@ async def sampling(path: Path) -> None:
 
 
 def _fill_caches() -> None:
-    """Pydantic's parser keeps the last 16 384 short strings it has seen, of which most ids occur once: at the pace
-    of a soak that would grow for a quarter of an hour."""
+    """Fill Pydantic's cache of the last 16 384 short strings, which would otherwise grow for a quarter of an hour."""
     for number in range(3 * 16_384):
         Job.model_validate_json(encode_event(Job(work=f"filler:{number}", aggregate_id=f"of:{number}")))
 
 
 def samples_of(path: Path) -> list[Sample]:
-    """All samples so far."""
+    """Return all samples in the file."""
     return [Sample(*json.loads(line)) for line in path.read_text().splitlines()]
 
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """A straight line through samples, by least squares."""
+    """Slope of a straight line through samples, by least squares."""
 
     per_hour: float
     error: float
@@ -76,17 +75,17 @@ class Slope:
 
 
 def slope(points: list[tuple[float, float]], blocks: int = 20) -> Slope:
-    """How fast the values of `points` (seconds, value) grow.
+    """Return the slope of `points` (seconds, value).
 
-    Neighboring samples are not independent of each other: the line goes through the medians of `blocks`
-    stretches of equal length, so that its error is told by how these scatter.
+    Neighboring samples are not independent of each other.  Therefore the line is fitted to the medians of `blocks`
+    intervals of equal length, and the error is computed from their residuals.
     """
     size = max(1, len(points) // blocks)
-    stretches = [points[start : start + size] for start in range(0, len(points) - size + 1, size)]
-    hours = [statistics.mean(at for at, _ in stretch) / 3600 for stretch in stretches]
-    values = [statistics.median(value for _, value in stretch) for stretch in stretches]
+    intervals = [points[start : start + size] for start in range(0, len(points) - size + 1, size)]
+    hours = [statistics.mean(at for at, _ in interval) / 3600 for interval in intervals]
+    values = [statistics.median(value for _, value in interval) for interval in intervals]
     line = statistics.linear_regression(hours, values)
-    rest = [value - (line.slope * hour + line.intercept) for hour, value in zip(hours, values, strict=True)]
+    residuals = [value - (line.slope * hour + line.intercept) for hour, value in zip(hours, values, strict=True)]
     spread = sum((hour - statistics.mean(hours)) ** 2 for hour in hours)
-    error = sqrt(sum(value**2 for value in rest) / max(1, len(rest) - 2) / spread)
+    error = sqrt(sum(value**2 for value in residuals) / max(1, len(residuals) - 2) / spread)
     return Slope(line.slope, error)

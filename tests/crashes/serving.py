@@ -1,6 +1,7 @@
-"""A FastAPI application in a process of its own, which dies by an order: `run_worker(TillOrder(...))`.
+"""A FastAPI application in its own process that dies at a crash point: `run_worker(TillOrder(...))`.
 
-Uvicorn serves it; the guard stands around it, and around the guard somebody who dies while a response leaves.
+Uvicorn serves it.  It is wrapped in the idempotency middleware, which is wrapped in a middleware with crash points
+around the response.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from integr8s_idem.testing.transactional_crash_points import CrashingSqlStore
 from tests.crashes.stores import open_sql_store
 from tests.crashes.tills import Sessions, Till, till_engine
 from tests.crashes.tills import TillOrder as Order
-from tests.crashes.worker import ending, leave_with
+from tests.crashes.worker import crash_action, exit_with
 from tests.support.homes import open_records
 
 __all__ = ["Order", "run_worker"]
@@ -37,14 +38,14 @@ STORE_TIMEOUT: Final = 2.0
 
 
 class Purchase(BaseModel):
-    """What a client wants done."""
+    """A request of the client."""
 
     work: str
 
 
 @asynccontextmanager
 async def _with_dishka(order: Order, till: Till, engine: AsyncEngine) -> AsyncIterator[FastAPI]:
-    """The session is that of a scope of Dishka's, which commits when it closes."""
+    """The session belongs to a Dishka scope, which commits it on closing."""
     app = FastAPI()
 
     @app.post("/orders", status_code=201)
@@ -60,7 +61,7 @@ async def _with_dishka(order: Order, till: Till, engine: AsyncEngine) -> AsyncIt
 
 @asynccontextmanager
 async def _with_depends(order: Order, till: Till, engine: AsyncEngine) -> AsyncIterator[FastAPI]:
-    """The session is that of a dependency with `yield`, which commits behind it."""
+    """The session belongs to a dependency with `yield`, which commits it afterwards."""
     app = FastAPI()
 
     async def session() -> AsyncIterator[AsyncSession]:
@@ -68,10 +69,10 @@ async def _with_depends(order: Order, till: Till, engine: AsyncEngine) -> AsyncI
             yield session
             await till.plan.around("transaction_commit", session.commit)
 
-    session_of_this: Any = Depends(session, scope="function" if order.shape == "depends_function" else "request")
+    session_dependency: Any = Depends(session, scope="function" if order.shape == "depends_function" else "request")
 
     @app.post("/orders", status_code=201)
-    async def place(purchase: Purchase, session: AsyncSession = session_of_this) -> dict[str, str]:
+    async def place(purchase: Purchase, session: AsyncSession = session_dependency) -> dict[str, str]:
         return await _enter(till, session, purchase)
 
     yield app
@@ -79,7 +80,7 @@ async def _with_depends(order: Order, till: Till, engine: AsyncEngine) -> AsyncI
 
 @asynccontextmanager
 async def _with_transaction(order: Order, till: Till, engine: AsyncEngine) -> AsyncIterator[FastAPI]:
-    """The endpoint commits by itself, and what forbids a second run with it."""
+    """The endpoint itself commits the row and its idempotency record in one transaction."""
     app = FastAPI()
 
     @app.post("/orders", status_code=201)
@@ -112,8 +113,8 @@ async def _enter(till: Till, session: AsyncSession, purchase: Purchase) -> dict[
     return {"done": purchase.work}
 
 
-class Leaving:
-    """Points around the response as it leaves; its body leaves in two parts."""
+class ResponseCrashPoints:
+    """Middleware with crash points around the response, whose body is sent in two parts."""
 
     def __init__(self, app: ASGIApp, plan: CrashPlan) -> None:
         self._app = app
@@ -122,21 +123,21 @@ class Leaving:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_outcome = False
 
-        async def leaving(message: Message) -> None:
+        async def send_with_points(message: Message) -> None:
             nonlocal is_outcome
             if message["type"] == "http.response.start":
-                # One that says to come again is none.
+                # A response that asks the client to retry is not an outcome.
                 is_outcome = message["status"] < 300
                 if is_outcome:
                     self._plan.reached(CrashPoint.BEFORE_RESPONSE)
             if is_outcome and message["type"] == "http.response.body":
-                await self._in_two(message["body"], send)
+                await self._send_in_two_parts(message["body"], send)
             else:
                 await send(message)
 
-        await self._app(scope, receive, leaving)
+        await self._app(scope, receive, send_with_points)
 
-    async def _in_two(self, body: bytes, send: Send) -> None:
+    async def _send_in_two_parts(self, body: bytes, send: Send) -> None:
         half = len(body) // 2
         await send({"type": "http.response.body", "body": body[:half], "more_body": True})
         self._plan.reached(CrashPoint.IN_RESPONSE)
@@ -145,7 +146,7 @@ class Leaving:
 
 
 @asynccontextmanager
-async def _opened_store(order: Order, plan: CrashPlan) -> AsyncIterator[CrashingStore]:
+async def _open_store(order: Order, plan: CrashPlan) -> AsyncIterator[CrashingStore]:
     if order.shape == TRANSACTIONAL:
         async with open_sql_store(order.database, STORE_TIMEOUT) as store:
             yield CrashingSqlStore(store, plan)
@@ -157,18 +158,18 @@ async def _opened_store(order: Order, plan: CrashPlan) -> AsyncIterator[Crashing
 @asynccontextmanager
 async def _application(order: Order, plan: CrashPlan) -> AsyncIterator[ASGIApp]:
     engine = till_engine(order.database)
-    async with _opened_store(order, plan) as store:
+    async with _open_store(order, plan) as store:
         manager = IdempotencyManager(order.idempotency, store, scope="shop")
         async with SHAPES[order.shape](order, Till(plan, manager), engine) as app:
             app.add_middleware(IdempotencyKeyMiddleware, manager=manager, identity=anyone, required=True)
-            app.add_middleware(Leaving, plan=plan)
+            app.add_middleware(ResponseCrashPoints, plan=plan)
             yield app
         await manager.close()
     await engine.dispose()
 
 
 def reserved_port(port: int = 0) -> socket.socket:
-    """A socket bound to a port of the loopback that others may bind as well if they do as we; any free one for 0."""
+    """Return a socket bound to a loopback port that other sockets with `SO_REUSEPORT` can bind too; 0 for any port."""
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     bound.bind(("127.0.0.1", port))
@@ -176,20 +177,20 @@ def reserved_port(port: int = 0) -> socket.socket:
 
 
 def run_worker(order: Order, parent: int) -> int:
-    """Serve until told to stop by SIGTERM, or until `parent` is gone; the exit status."""
+    """Serve until SIGTERM or until the process `parent` is gone, and return the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    # Uvicorn ends well by it, and then sends it again to whoever was there before.
+    # Uvicorn shuts down on SIGTERM, and then raises it again for the previous handler.
     signal.signal(signal.SIGTERM, lambda *_: None)
     with asyncio.Runner() as runner:
         return runner.run(_serve(order, parent))
 
 
 async def _serve(order: Order, parent: int) -> int:
-    plan = CrashPlan(CrashPoint(order.point) if order.point else None, order.occurrence, ending(order))
-    leaving = asyncio.create_task(leave_with(parent))
+    plan = CrashPlan(CrashPoint(order.point) if order.point else None, order.occurrence, crash_action(order))
+    watching = asyncio.create_task(exit_with(parent))
     async with _application(order, plan) as app:
         server = uvicorn.Server(uvicorn.Config(app, log_level=logging.WARNING, lifespan="off"))
         await server.serve(sockets=[reserved_port(order.port)])
-    leaving.cancel()
-    await asyncio.wait({leaving})
+    watching.cancel()
+    await asyncio.wait({watching})
     return 0

@@ -1,11 +1,10 @@
-"""Half an hour of work with a fault every thirty seconds; one worker lives through all of it and is weighed.
+"""Half an hour of work with a fault every thirty seconds; the memory of one worker that survives it is measured.
 
-What is measured, and how well: the elder weighs itself every two seconds, right after a full garbage collection and
-with free memory given back to the system, so that neither garbage nor an allocator's reserve counts; caches with a
-bound are filled before.  After a warm-up of a third, a line goes through the medians of twenty stretches of time; the
-slope is in the figures together with its standard error.  A slope is a breach if it exceeds the limit by more than
-two errors.  The number of blocks that Python holds is measured beside it: it is free of what the C library and the
-system do with pages.
+The survivor takes a sample every two seconds, right after a full garbage collection and with free memory returned to
+the system, so that neither garbage nor an allocator's reserve counts; bounded caches are filled beforehand.  The first
+third is warm-up.  After it, a line is fitted to the medians of twenty intervals; the slope is recorded with its
+standard error.  It is a violation if the slope exceeds the limit by more than two standard errors.  The number of
+blocks that Python has allocated is recorded too, since it is independent of the C library and of the system's paging.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ from pathlib import Path
 from typing import Final
 
 from tests.campaigns.figures import Campaign, Figures, ViolationError
-from tests.crashes.crew import Crew
-from tests.crashes.forks import Forked, Nursery
-from tests.crashes.ground import Ground, open_ground
-from tests.crashes.judging import last_words
+from tests.crashes.crew import WorkerGroup
+from tests.crashes.forks import ForkedWorker, ForkServer
+from tests.crashes.ground import Servers, open_servers
+from tests.crashes.judging import log_tail
 from tests.crashes.samples import Sample, Slope, samples_of, slope
 
 WORKERS: Final = 2
-"""Beside the elder."""
+"""Number of workers in addition to the survivor."""
 JOBS_A_SECOND: Final = 30.0
 EVERY: Final = 30.0
-"""Seconds from fault to fault."""
+"""Seconds between faults."""
 STALL: Final = 2.0
-"""Seconds for which something hangs."""
+"""Duration of a stall in seconds."""
 LIMIT: Final = 1024 * 1024
-"""Bytes an hour."""
+"""Bytes per hour."""
 ENOUGH_TO_JUDGE: Final = 20
-"""Minutes from which on the slope is held against the limit; below it is only told."""
+"""Minutes from which on the slope is compared with the limit; in shorter runs it is only recorded."""
 
 
 def run(first: int, count: int) -> Figures:
-    """Minutes `first` to `first + count - 1`, in one go."""
+    """Run the minutes `first` to `first + count - 1` in one go."""
     try:
         return asyncio.run(_minutes(first, count))
     except (AssertionError, TimeoutError) as error:
@@ -51,35 +50,34 @@ def run(first: int, count: int) -> Figures:
 async def _minutes(first: int, count: int) -> Figures:
     kept = {"appendonly": "yes", "appendfsync": "everysec"}
     async with (
-        open_ground(kept) as ground,
-        Nursery() as nursery,
-        Crew.hired(ground, nursery, f"soak{first}", random.Random(first), size=WORKERS) as crew,
+        open_servers(kept) as servers,
+        ForkServer() as fork_server,
+        WorkerGroup.open(servers, fork_server, f"soak{first}", random.Random(first), size=WORKERS) as worker_group,
     ):
-        elder = await crew.start(samples=str(crew.folder / "samples"))
-        async with crew.load(JOBS_A_SECOND):
-            await Faults(ground, crew, elder, random.Random(first)).go_on_for(count * 60)
-        await crew.quiet()
-        crew.workers.append(elder)
-        figures = await crew.verdict()
+        survivor = await worker_group.start(samples=str(worker_group.folder / "samples"))
+        async with worker_group.load(JOBS_A_SECOND):
+            await Faults(servers, worker_group, survivor, random.Random(first)).inject_for(count * 60)
+        await worker_group.wait_until_settled()
+        worker_group.workers.append(survivor)
+        figures = await worker_group.verdict()
     figures["minutes"] = count
     return figures
 
 
 class Faults:
-    """One after the other, in turn."""
+    """Injects one kind of fault after the other."""
 
-    def __init__(self, ground: Ground, crew: Crew, elder: Forked, dice: random.Random) -> None:
-        self._ground = ground
-        self._crew = crew
-        self._elder = elder
-        self._dice = dice
+    def __init__(self, servers: Servers, worker_group: WorkerGroup, survivor: ForkedWorker, rng: random.Random) -> None:
+        self._servers = servers
+        self._worker_group = worker_group
+        self._survivor = survivor
+        self._rng = rng
 
-    async def go_on_for(self, seconds: float) -> None:
-        """Faults until then.
+    async def inject_for(self, seconds: float) -> None:
+        """Inject faults for this many seconds.
 
         Raises:
-            ViolationError: The elder is gone, or nothing is done any more, or it grows; or a key that was completed
-            has been run again.
+            ViolationError: The survivor exited or grows, work stopped, or a completed key ran again.
         """
         kinds: list[Callable[[], Awaitable[None]]] = [
             self._kill_one,
@@ -87,51 +85,59 @@ class Faults:
             self._stall_redis,
             self._restart_redis,
             self._stall_broker,
-            self._stall_elder,
+            self._stall_survivor,
         ]
         began, done = time.monotonic(), 0
         for number in range(int(seconds / EVERY)):
-            await asyncio.wait({self._elder.ended}, timeout=max(0.0, began + (number + 0.5) * EVERY - time.monotonic()))
+            await asyncio.wait(
+                {self._survivor.ended}, timeout=max(0.0, began + (number + 0.5) * EVERY - time.monotonic())
+            )
             await kinds[number % len(kinds)]()
-            self._crew.figures["faults"] += 1
-            await self._crew.completed.look()
-            before, done = done, len(self._crew.effects.done())
-            if not self._elder.running or (number and done == before):
-                raise ViolationError(f"after fault {number}: {done} done:\n{last_words(self._crew.folder)}")
-        await asyncio.wait({self._elder.ended}, timeout=max(0.0, began + seconds - time.monotonic()))
-        self._crew.figures.update(weighed(self._crew.folder / "samples", judged=seconds >= ENOUGH_TO_JUDGE * 60))
+            self._worker_group.figures["faults"] += 1
+            await self._worker_group.completed.check()
+            before, done = done, len(self._worker_group.effects.done())
+            if not self._survivor.running or (number and done == before):
+                raise ViolationError(f"after fault {number}: {done} done:\n{log_tail(self._worker_group.folder)}")
+        await asyncio.wait({self._survivor.ended}, timeout=max(0.0, began + seconds - time.monotonic()))
+        self._worker_group.figures.update(
+            judge_samples(self._worker_group.folder / "samples", judged=seconds >= ENOUGH_TO_JUDGE * 60)
+        )
 
     async def _kill_one(self) -> None:
-        await self._crew.replace(self._dice.randrange(WORKERS), (0.0, signal.SIGKILL))
+        await self._worker_group.replace(self._rng.randrange(WORKERS), (0.0, signal.SIGKILL))
 
     async def _stall_one(self) -> None:
-        await self._stall(self._crew.workers[self._dice.randrange(WORKERS)])
+        await self._stall(self._worker_group.workers[self._rng.randrange(WORKERS)])
 
-    async def _stall_elder(self) -> None:
-        await self._stall(self._elder)
+    async def _stall_survivor(self) -> None:
+        await self._stall(self._survivor)
 
-    async def _stall(self, worker: Forked) -> None:
+    async def _stall(self, worker: ForkedWorker) -> None:
         worker.send_signal(signal.SIGSTOP)
         await asyncio.sleep(STALL)
         worker.send_signal(signal.SIGCONT)
 
     async def _stall_redis(self) -> None:
-        self._ground.redis.pause()
+        self._servers.redis.pause()
         await asyncio.sleep(STALL)
-        self._ground.redis.resume()
+        self._servers.redis.resume()
 
     async def _restart_redis(self) -> None:
-        # In good order: a killed one may lose what it has not written yet, which is another test's matter.
-        await asyncio.to_thread(self._ground.redis.restart)
+        # A clean shutdown: a killed Redis may lose unsynced writes, which another test covers.
+        await asyncio.to_thread(self._servers.redis.restart)
 
     async def _stall_broker(self) -> None:
-        os.kill(self._ground.broker.pid, signal.SIGSTOP)
+        os.kill(self._servers.broker.pid, signal.SIGSTOP)
         await asyncio.sleep(STALL)
-        os.kill(self._ground.broker.pid, signal.SIGCONT)
+        os.kill(self._servers.broker.pid, signal.SIGCONT)
 
 
-def weighed(path: Path, *, judged: bool) -> Figures:
-    """What the samples say, as whole numbers.
+def judge_samples(path: Path, *, judged: bool) -> Figures:
+    """Return the trends of the samples as whole numbers.
+
+    Args:
+        path: The file with the samples.
+        judged: Whether to raise an error if something grows.
 
     Raises:
         ViolationError: Memory grows faster than `LIMIT`, or descriptors or tasks grow.
@@ -140,7 +146,7 @@ def weighed(path: Path, *, judged: bool) -> Figures:
     late = samples[len(samples) // 3 :]
     memory = _slope(late, lambda sample: sample.rss)
     blocks = _slope(late, lambda sample: sample.blocks)
-    told = Figures(
+    figures = Figures(
         samples=len(samples),
         rss_kib=int(statistics.median(sample.rss for sample in late) / 1024),
         rss_kib_an_hour=round(memory.per_hour / 1024),
@@ -155,12 +161,12 @@ def weighed(path: Path, *, judged: bool) -> Figures:
     for name, count in counts.items():
         early = statistics.median(map(count, late[: len(late) // 2]))
         end = statistics.median(map(count, late[-(len(late) // 4) :]))
-        told[f"{name}_early"], told[f"{name}_end"] = round(early), round(end)
+        figures[f"{name}_early"], figures[f"{name}_end"] = round(early), round(end)
         if judged and end > early + 2:
-            raise ViolationError(f"{name} grow: {dict(told)}")
+            raise ViolationError(f"{name} grow: {dict(figures)}")
     if judged and memory.per_hour - 2 * memory.error > LIMIT:
-        raise ViolationError(f"memory grows: {dict(told)}")
-    return told
+        raise ViolationError(f"memory grows: {dict(figures)}")
+    return figures
 
 
 def _slope(samples: list[Sample], value: Callable[[Sample], float]) -> Slope:
@@ -170,7 +176,7 @@ def _slope(samples: list[Sample], value: Callable[[Sample], float]) -> Slope:
 CAMPAIGN = Campaign(
     name="soak",
     counts="minutes",
-    says="a minute of work with a fault every thirty seconds; one worker lives through all of it and is weighed",
+    says="a minute of work with a fault every thirty seconds; the memory of one worker that survives it is measured",
     scenarios=(112,),
     in_test=0,
     target=30,

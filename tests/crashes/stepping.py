@@ -1,4 +1,4 @@
-"""A worker whose handler works in five steps, two of them side by side, and the moments at which it can die."""
+"""A worker whose handler runs five steps, two of them concurrently, and the moments at which it can die."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ STEPS: Final = {
     "ship": Once.AT_MOST_ONCE,
     "notify": Once.AT_LEAST_ONCE,
 }
-"""In their order, but for the second and the third."""
+"""Steps in their order; the second and the third run concurrently."""
 
-SIDE_BY_SIDE: Final = ("charge", "book")
+CONCURRENT_STEPS: Final = ("charge", "book")
 UNIT: Final = "unit"
 ASK: Final = "ask-"
-"""Before the name of a step: the one that finds out what became of it, where a handler does."""
+"""Prefix of steps that find out whether the effect of an interrupted step happened."""
 
 
 class Moment(str, Enum):
-    """Where in a step a process dies: `before_` a call nothing of it has left, `in_` it, it was sent."""
+    """Where in a step a process dies: `before_` a call is sent, or `in_` it, when it was sent but not answered."""
 
     BEFORE_RESERVE = "before_reserve"
     IN_RESERVE = "in_reserve"
     AFTER_RESERVE = "after_reserve"
     BEFORE_EFFECT = "before_effect"
-    """The function of the step has begun."""
+    """The function of the step has started."""
     AFTER_EFFECT = "after_effect"
     BEFORE_COMPLETE = "before_complete"
     IN_COMPLETE = "in_complete"
     AFTER_COMPLETE = "after_complete"
-    BEHIND = "behind"
-    """The handler has what the step returned, and has not begun the next one."""
+    AFTER_STEP = "behind"  # the value is part of recorded figures
+    """The handler has the result of the step, and has not started the next one."""
 
 
 BOUNDARIES: Final = (
@@ -75,27 +75,28 @@ BOUNDARIES: Final = (
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the journal: what really happened, whoever died behind it."""
+    """One line of the journal."""
 
     what: str
-    """begin: of a run.  effect: of a step.  got: what the handler has of a step.  interrupted: or that it has not."""
+    """begin: a run started.  effect: a step had its effect.  got: the handler has the result of a step.
+    interrupted: the handler learned that the step was interrupted."""
     step: str
     id: str
-    """Of the effect; of a run that begins, the key of its record."""
+    """Id of the effect; for `begin`, the key of the record."""
     attempt: int
-    """Of the run."""
+    """Attempt of the run."""
 
 
 class StepJournal:
-    """A file that outlives its writers: whole lines, each on the disk before anything else is done."""
+    """A file that outlives its writers; each line is synced to disk before the writer continues."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "steps"
 
-    def note(self, what: str, step: str, told: str, attempt: int) -> None:
+    def note(self, what: str, step: str, identifier: str, attempt: int) -> None:
         journal = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
-            os.write(journal, (json.dumps([what, step, told, attempt]) + "\n").encode())
+            os.write(journal, (json.dumps([what, step, identifier, attempt]) + "\n").encode())
             os.fsync(journal)
         finally:
             os.close(journal)
@@ -106,10 +107,10 @@ class StepJournal:
 
 
 class StepPlan:
-    """At which moment of which step this process dies; empty: never."""
+    """The moment of a step at which this process dies."""
 
     def __init__(self, boundary: str) -> None:
-        """`boundary`: as in `charge:after_reserve`."""
+        """`boundary`: step and moment, such as `charge:after_reserve`; empty for never."""
         self._boundary = boundary
 
     def reached(self, step: str, moment: Moment) -> None:
@@ -117,15 +118,15 @@ class StepPlan:
             kill_myself()
 
     async def around(self, verb: str, steps: Sequence[str], call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call to the store that is about `steps`, and die before, in or after it."""
+        """Make a store call for `steps`, and die before, in or after it."""
         before, middle, after = (Moment(f"{place}_{verb}") for place in ("before", "in", "after"))
         for step in steps:
             self.reached(step, before)
-        under_way = asyncio.ensure_future(call())
+        pending = asyncio.ensure_future(call())
         if any(self._is_at(step, middle) for step in steps):
-            await asyncio.wait({under_way}, timeout=IN_FLIGHT_SECONDS)
+            await asyncio.wait({pending}, timeout=IN_FLIGHT_SECONDS)
             kill_myself()
-        answer = await under_way
+        answer = await pending
         for step in steps:
             self.reached(step, after)
         return answer
@@ -135,14 +136,14 @@ class StepPlan:
 
 
 class SteppingStore(CrashingStore):
-    """A repository that knows which step a call is about: by the fingerprint, as the records of steps do."""
+    """A repository that recognizes the step of a call by the fingerprint, like the records of steps."""
 
     def __init__(self, inner: IdempotencyRepository, plan: StepPlan) -> None:
         super().__init__(inner, CrashPlan())
         self._steps = plan
         self._marks = {mark_of(step): step for step in STEPS}
         self._names: dict[str, str] = {}
-        """By key."""
+        """Step names by key."""
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         for request in requests:
@@ -161,14 +162,14 @@ def _other(key: str) -> str:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a step returns."""
+    """The result of a step."""
 
     step: str
     id: str
 
 
 class Warehouse:
-    """Handles jobs in five steps.  Those whose work ends with `:asks` find out what became of an interrupted step."""
+    """Handles jobs in five steps; if the work ends with `:asks`, the handler resolves interrupted steps."""
 
     def __init__(self, journal: StepJournal, plan: StepPlan) -> None:
         self._journal = journal
@@ -183,7 +184,7 @@ class Warehouse:
             return await self._step(name, steps, attempt, asks=job.work.endswith(":asks"))
 
         reserved = await step("reserve")
-        charged, booked = await asyncio.gather(*map(step, SIDE_BY_SIDE))
+        charged, booked = await asyncio.gather(*map(step, CONCURRENT_STEPS))
         return [reserved, charged, booked, await step("ship"), await step("notify")]
 
     async def _step(self, name: str, steps: Steps, attempt: Attempt, *, asks: bool) -> Receipt:
@@ -195,11 +196,11 @@ class Warehouse:
                 raise
             receipt = await steps.run(ASK + name, self._do, ASK + name, attempt)
         self._journal.note("got", receipt.step, receipt.id, attempt.number)
-        self._plan.reached(name, Moment.BEHIND)
+        self._plan.reached(name, Moment.AFTER_STEP)
         return receipt
 
     async def _do(self, name: str, attempt: Attempt) -> Receipt:
-        # The one beside it may come in between.
+        # Let the concurrent step interleave.
         await asyncio.sleep(0.01)
         self._plan.reached(name, Moment.BEFORE_EFFECT)
         receipt = Receipt(name, uuid4().hex)
@@ -208,7 +209,7 @@ class Warehouse:
         return receipt
 
 
-def _given(store: IdempotencyRepository, publisher: EventPublisher) -> Provider:
+def _overrides(store: IdempotencyRepository, publisher: EventPublisher) -> Provider:
     provider = Provider(scope=Scope.APP)
     provider.provide(lambda: store, provides=IdempotencyRepository, override=True)
     provider.provide(lambda: publisher, provides=EventPublisher)
@@ -219,7 +220,7 @@ def _given(store: IdempotencyRepository, publisher: EventPublisher) -> Provider:
 async def open_stepping(
     order: Order, _: CrashPlan
 ) -> AsyncIterator[tuple[EventDispatcher, EventPublisher, Callable[[], AbstractAsyncContextManager[None]]]]:
-    """What the worker of `order` needs: its handler gets `Steps` from its container."""
+    """Provide dispatcher and publisher for the worker of `order`; its handler gets `Steps` from its container."""
     plan = StepPlan(order.step)
     warehouse = Warehouse(StepJournal(Path(order.folder)), plan)
     settings = Settings(kafka=order.kafka, idempotency=order.idempotency, services={SERVICE: order.service})
@@ -230,7 +231,7 @@ async def open_stepping(
             EventContextProvider(),
             IdempotencyProvider(),
             IdempotentDispatcherProvider(warehouse.router),
-            _given(SteppingStore(store, plan), publisher),
+            _overrides(SteppingStore(store, plan), publisher),
             context={Settings: settings, ServiceName: ServiceName(SERVICE)},
             validation_settings=STRICT_VALIDATION,
         )

@@ -1,4 +1,4 @@
-"""The trials of `tests.crashes.points`, with records elsewhere than in a single Redis."""
+"""The trials of `tests.crashes.points` with records in other stores than a single Redis."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from dataclasses import replace
 from typing import Final
 
 from tests.campaigns.figures import Campaign, Figures
-from tests.crashes.forks import Nursery
-from tests.crashes.ground import Ground, Topics
+from tests.crashes.forks import ForkServer
+from tests.crashes.ground import Servers, Topics
 from tests.crashes.points import LIVES, POINTS, Trial, points_of, run_trials
 from tests.support.homes import at_hand, open_records
 
 ALL: Final = ("postgresql", "sqlite", "mysql", "redis-cluster", "redis-sentinel", "dynamodb")
 KINDS: Final = at_hand(*ALL)
-"""Those of the trials in turn."""
+"""Kinds that are available; the trials alternate between them."""
 
 KILLS_OF_A_KIND: Final = 500
 
 AT_ONCE: Final = 10
-"""Trials; servers of all kinds and their workers share the machine."""
+"""Concurrent trials; servers of all kinds and their workers share the machine."""
 
 LEASES: Final = {"dynamodb": 4.0}
-"""Seconds, where it is not that of all trials: DynamoDB Local is asked key by key, and is soon too slow to renew."""
+"""Leases in seconds that differ from the default: DynamoDB Local handles key by key, and soon renews too slowly."""
 
 STORE_TIMEOUT: Final = 1.0
-"""Seconds of a worker; more than with Redis, for databases wait for a disk."""
+"""Timeout in seconds of a worker's store; longer than with Redis, because databases wait for a disk."""
 
 
 class StoreTrial(Trial):
-    """One trial, on the kind that its number gives it."""
+    """A trial on a kind of store that depends on its number."""
 
-    def __init__(self, ground: Ground, nursery: Nursery, number: int, kinds: Sequence[str] = KINDS) -> None:
-        super().__init__(ground, nursery, number)
+    def __init__(self, servers: Servers, fork_server: ForkServer, number: int, kinds: Sequence[str] = KINDS) -> None:
+        super().__init__(servers, fork_server, number)
         self._kind = kinds[number % len(kinds)]
-        # Eleven trials of one kind in a row have each point once.
+        # Eleven consecutive trials of one kind cover each point once.
         self._points = points_of(number // len(kinds))
         self._slowness = LEASES.get(self._kind, self._order.lease)
         self._patience *= self._slowness / self._order.lease
         self._order = replace(self._order, lease=self._slowness)
 
     @asynccontextmanager
-    async def _opened(self) -> AsyncIterator[None]:
-        home = self._ground.homes[self._kind]
+    async def _resources(self) -> AsyncIterator[None]:
+        home = self._servers.homes[self._kind]
         self._order = replace(self._order, store=home.settings(self._folder, timeout_seconds=STORE_TIMEOUT))
-        looking = home.settings(self._folder, timeout_seconds=30)
-        async with open_records(looking, self._order.key_prefix) as self._store, super()._opened():
+        judging = home.settings(self._folder, timeout_seconds=30)
+        async with open_records(judging, self._order.key_prefix) as self._store, super()._resources():
             yield
 
     async def _verdict(self, topics: Topics) -> Figures:
@@ -56,14 +56,14 @@ class StoreTrial(Trial):
 
 
 def run(first: int, count: int) -> Figures:
-    """The trials numbered `first` to `first + count - 1`."""
+    """Run the trials numbered `first` to `first + count - 1`."""
     return asyncio.run(run_trials(range(first, first + count), StoreTrial, AT_ONCE, kinds=KINDS))
 
 
 CAMPAIGN = Campaign(
     name="crash-points-stores",
     counts="kills",
-    says="a process that killed itself by SIGKILL at a named point, on a real PostgreSQL, SQLite, MariaDB, Redis "
+    says="a process kills itself with SIGKILL at a named point, on a real PostgreSQL, SQLite, MariaDB, Redis "
     "Cluster, Redis with Sentinels, or on DynamoDB Local, and a real Kafka",
     scenarios=(17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27),
     in_test=2 * len(KINDS),

@@ -1,4 +1,4 @@
-"""Databases in SQL that a trial has for itself."""
+"""SQL databases for single trials."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOCK_TIMEOUT = 2.0
 
 @asynccontextmanager
 async def open_sql_store(url: str, timeout: float) -> AsyncIterator[SqlIdempotencyRepository]:
-    """A store in the database of `url`, as SQLAlchemy writes it; its tables are there."""
+    """Open a store at the SQLAlchemy URL `url`; its tables must exist."""
     engine = sql_engine(url, pool_size=CONNECTIONS, lock_timeout_seconds=LOCK_TIMEOUT)
     try:
         yield SqlIdempotencyRepository(engine, timeout=timedelta(seconds=timeout))
@@ -30,7 +30,7 @@ async def open_sql_store(url: str, timeout: float) -> AsyncIterator[SqlIdempoten
 
 @dataclass(frozen=True)
 class Database:
-    """One that a trial has for itself."""
+    """A database of a single trial."""
 
     url: str
     store: SqlIdempotencyRepository
@@ -38,7 +38,7 @@ class Database:
 
 @asynccontextmanager
 async def open_database(home: Home, name: str, folder: Path) -> AsyncIterator[Database]:
-    """A database with the tables of the store, at `home` or as a file in `folder`."""
+    """Create a database with the tables of the store, at `home` or as a file in `folder`, and drop it afterwards."""
     url = f"sqlite+aiosqlite:///{folder / 'store.db'}"
     if home.server is not None:
         await _on(home, f"CREATE DATABASE {name}")

@@ -1,6 +1,6 @@
-"""A FastStream application in a process of its own, which dies by an order: `run_worker(TillOrder(...))`.
+"""A FastStream application in its own process that dies at a crash point: `run_worker(TillOrder(...))`.
 
-Its subscriber is guarded, takes its session from Dishka and answers each job in another topic.
+Its subscriber uses the idempotency middleware, gets its session from Dishka, and responds to each job in another topic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.crashes.jobs import Job
 from tests.crashes.orders import SERVICE
 from tests.crashes.tills import Sessions, Till, till_engine
 from tests.crashes.tills import TillOrder as Order
-from tests.crashes.worker import ending, leave_with
+from tests.crashes.worker import crash_action, exit_with
 from tests.support.homes import open_records
 
 __all__ = ["Order", "run_worker"]
@@ -35,14 +35,14 @@ __all__ = ["Order", "run_worker"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Who commits and who publishes, and so in which order."""
+    """Which part commits and which part publishes, and so the order of both."""
 
     guard_outside: bool = False
-    """Of the scope that Dishka opens; otherwise within it."""
+    """Whether the middleware wraps the Dishka scope, instead of running inside it."""
     handler_commits: bool = False
-    """Before it returns; otherwise its scope does, at its end."""
+    """Whether the handler commits, instead of its scope."""
     handler_publishes: bool = False
-    """Before it returns; otherwise `@publisher` does, behind the scope."""
+    """Whether the handler publishes, instead of `@publisher` after the scope."""
     batch: bool = False
 
 
@@ -57,7 +57,7 @@ SHAPES: Final = {
 
 
 class Subscriber:
-    """The handlers, for each shape one."""
+    """The handler of the order's shape."""
 
     def __init__(self, order: Order, till: Till, broker: KafkaBroker) -> None:
         self._order = order
@@ -65,7 +65,7 @@ class Subscriber:
         self._plan = till.plan
         self._broker = broker
         self._shape = SHAPES[order.shape]
-        handler: Any = self.do_all if self._shape.batch else self.do
+        handler: Any = self.handle_batch if self._shape.batch else self.handle
         chain = inject(handler)
         if not self._shape.handler_publishes:
             chain = broker.publisher(self.answers, batch=self._shape.batch)(chain)
@@ -73,7 +73,7 @@ class Subscriber:
 
     @property
     def answers(self) -> str:
-        """The topic."""
+        """The topic for responses."""
         return f"{self._order.prefix}job_done"
 
     def _subscriber(self) -> Any:
@@ -88,18 +88,18 @@ class Subscriber:
             batch=self._shape.batch,
         )
 
-    async def do(self, job: Job, message: KafkaMessage, session: FromDishka[AsyncSession]) -> dict[str, str]:
+    async def handle(self, job: Job, message: KafkaMessage, session: FromDishka[AsyncSession]) -> dict[str, str]:
         self._plan.reached(CrashPoint.BEFORE_HANDLER)
         await self._till.enter(session, job.work)
         receipt: Any = _receipt(job)
         if self._shape.handler_commits:
             await self._plan.around("transaction_commit", session.commit)
         if self._shape.handler_publishes:
-            named = {"event_id": derived_event_id(message.headers["event_id"], 0)}
-            await self._broker.publish(receipt, self.answers, headers=named)
+            headers = {"event_id": derived_event_id(message.headers["event_id"], 0)}
+            await self._broker.publish(receipt, self.answers, headers=headers)
         return _receipt(job)
 
-    async def do_all(self, jobs: list[Job], session: FromDishka[AsyncSession]) -> list[dict[str, str]]:
+    async def handle_batch(self, jobs: list[Job], session: FromDishka[AsyncSession]) -> list[dict[str, str]]:
         self._plan.reached(CrashPoint.BEFORE_HANDLER)
         for job in jobs:
             await self._till.enter(session, job.work)
@@ -107,19 +107,19 @@ class Subscriber:
 
 
 def _receipt(job: Job) -> dict[str, str]:
-    """The answer.  Of built-in types alone: FastDepends resolves no other annotation of what `inject` has wrapped."""
+    """Return the response; FastDepends resolves only built-in types in annotations of functions wrapped by `inject`."""
     return {"work": job.work, "event_id": derived_event_id(job.event_id, 0)}
 
 
 def _publishing(plan: CrashPlan) -> Any:
-    """A middleware with a point before and one after each message that is published."""
+    """Return a middleware with crash points before and after each published message."""
 
     class Publishing(BaseMiddleware[Any, Any]):
         async def publish_scope(self, call_next: Callable[[Any], Awaitable[Any]], cmd: Any) -> Any:
             plan.reached(CrashPoint.BEFORE_PUBLISH)
-            told = await call_next(cmd)
+            result = await call_next(cmd)
             plan.reached(CrashPoint.AFTER_PUBLISH)
-            return told
+            return result
 
     return Publishing
 
@@ -160,18 +160,18 @@ async def _application(order: Order, plan: CrashPlan) -> AsyncIterator[FastStrea
 
 
 def run_worker(order: Order, parent: int) -> int:
-    """Work until told to stop by SIGTERM, or until `parent` is gone; the exit status."""
+    """Work until SIGTERM or until the process `parent` is gone, and return the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_work(order, parent))
 
 
 async def _work(order: Order, parent: int) -> int:
-    plan = CrashPlan(CrashPoint(order.point) if order.point else None, order.occurrence, ending(order))
+    plan = CrashPlan(CrashPoint(order.point) if order.point else None, order.occurrence, crash_action(order))
     _crash_around_commits(plan)
-    leaving = asyncio.create_task(leave_with(parent))
+    watching = asyncio.create_task(exit_with(parent))
     async with _application(order, plan) as application:
         await application.run()
-    leaving.cancel()
-    await asyncio.wait({leaving})
+    watching.cancel()
+    await asyncio.wait({watching})
     return 0

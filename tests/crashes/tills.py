@@ -1,6 +1,6 @@
-"""What applications on other people's frameworks do while they die: one row for each job, in a database of their own.
+"""The work of FastAPI and FastStream applications in crash tests: one row per job, in a database of their own.
 
-Nothing but the guard in front of them keeps a row from being two.  `allowed` says after which death there may be two.
+Only the idempotency middleware prevents a second row.  `allowed` returns the crashes after which there may be two.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from tests.crashes.stores import LOCK_TIMEOUT
 from tests.crashes.transacting import entries
 from tests.support.homes import CONNECTIONS
 
-SIDE_BY_SIDE: Final = 12
-"""Trials at once; they mostly wait for sessions and leases to end."""
+CONCURRENT_TRIALS: Final = 12
+"""Trials that run concurrently; they mostly wait for sessions and leases to end."""
 
 
 @dataclass(frozen=True)
 class TillOrder(Order):
-    """What an application is to do."""
+    """Instructions for an application."""
 
     database: str = ""
-    """Of its rows, as SQLAlchemy writes it."""
+    """SQLAlchemy URL of the database for its rows."""
     shape: str = ""
-    """Who commits, who publishes, and when."""
+    """Which part commits and publishes, and when."""
     port: int = 0
-    """That it listens on."""
+    """Port to listen on."""
 
 
 def till_engine(url: str) -> AsyncEngine:
-    """For the application's sessions."""
+    """Create the engine for the application's sessions."""
     return sql_engine(url, pool_size=CONNECTIONS, lock_timeout_seconds=LOCK_TIMEOUT)
 
 
 class Sessions(Provider):
-    """A session for each scope, which commits at its end."""
+    """Provides a session per scope, and commits it at the end of the scope."""
 
     scope = Scope.REQUEST
 
@@ -66,24 +66,24 @@ class Sessions(Provider):
 
 @dataclass(frozen=True)
 class Till:
-    """Enters jobs, between the points of a plan."""
+    """Writes the rows of jobs, between the crash points of a plan."""
 
     plan: CrashPlan
     manager: IdempotencyManager
 
     async def enter(self, session: AsyncSession, work: str) -> None:
-        """One row for `work`.  Its attempt is 0 where there is none: a batch has as many as messages."""
+        """Write a row for `work`.  Its attempt is 0 in a batch, whose messages each have their own attempt."""
         run = self.manager.executor.runs.current()
-        told = {} if run is None else {"key": run.attempt.key, "fence": run.attempt.fence}
+        run_columns = {} if run is None else {"key": run.attempt.key, "fence": run.attempt.fence}
         number = 0 if run is None else run.attempt.number
         self.plan.reached(CrashPoint.IN_HANDLER_BEFORE_EFFECT)
-        row = {"work": work, "key": "", "fence": 0, **told, "attempt": number, "pid": os.getpid()}
+        row = {"work": work, "key": "", "fence": 0, **run_columns, "attempt": number, "pid": os.getpid()}
         await session.execute(insert(entries).values(row))
         self.plan.reached(CrashPoint.IN_HANDLER_AFTER_EFFECT)
 
 
 async def attempts_of(url: str) -> dict[str, list[int]]:
-    """By work: the attempts whose row is there, in the order of the rows."""
+    """Return the attempts that wrote a row, by work, in the order of the rows."""
     engine = till_engine(url)
     found: defaultdict[str, list[int]] = defaultdict(list)
     try:
@@ -97,7 +97,7 @@ async def attempts_of(url: str) -> dict[str, list[int]]:
 
 
 _RUNS: Final[Mapping[CrashPoint, Sequence[Sequence[int]]]] = {
-    # Up to which point of the way a death leaves rows by which attempts.  In the middle of a call, one of two.
+    # Possible attempts of the rows after a crash up to this point.  In the middle of a call, there are two outcomes.
     CrashPoint.BEFORE_RESERVE: [[1]],
     CrashPoint.IN_RESERVE: [[1], [2]],
     CrashPoint.BEFORE_TRANSACTION_COMMIT: [[2]],
@@ -107,51 +107,57 @@ _RUNS: Final[Mapping[CrashPoint, Sequence[Sequence[int]]]] = {
 }
 
 
-def allowed(way: Sequence[CrashPoint], point: CrashPoint) -> Sequence[Sequence[int]]:
-    """By which attempts the rows of a job may be, if a process died at `point` of the `way` and another one went on."""
-    for mark, runs in _RUNS.items():
-        if way.index(point) <= way.index(mark):
-            return runs
+def allowed(points: Sequence[CrashPoint], point: CrashPoint) -> Sequence[Sequence[int]]:
+    """Return the attempts that may have written the rows of a job after a crash at `point` and a takeover.
+
+    Args:
+        points: All points, in the order in which a job reaches them.
+        point: The point of the crash.
+    """
+    for limit, attempts in _RUNS.items():
+        if points.index(point) <= points.index(limit):
+            return attempts
     return [[1]]
 
 
-def repeats_in(way: Sequence[CrashPoint], point: CrashPoint) -> bool:
-    """Whether what is done may be done again after a death there."""
-    return any(len(runs) > 1 for runs in allowed(way, point))
+def repeats_in(points: Sequence[CrashPoint], point: CrashPoint) -> bool:
+    """Return whether the effect may be repeated after a crash at `point`."""
+    return any(len(attempts) > 1 for attempts in allowed(points, point))
 
 
 def judge_rows(rows: Mapping[str, Sequence[int]], asked: Sequence[str], *, repeatable: int) -> Figures:
-    """Compare the rows with what was asked for.  Call it when nothing is under way any more.
+    """Compare the rows with the requested work, once all of it is settled.
 
     Args:
-        rows: By work, the attempts whose row is there.
-        repeatable: How many rows at most may be repeats, by where processes have died.
+        rows: The attempts that wrote a row, by work.
+        asked: The requested work.
+        repeatable: The maximum number of repeated rows, derived from the crashes.
 
     Raises:
-        ViolationError: Something was lost, or repeated in silence, or for no reason.
+        ViolationError: Work was lost, or repeated without a reason or without the handler being able to tell.
     """
     lost = sorted(set(asked) - rows.keys())
     unasked = sorted(rows.keys() - set(asked))
     repeated = {work: list(attempts) for work, attempts in rows.items() if len(attempts) > 1}
-    # A batch of many has no attempt that a handler could be told.
-    silent = {work: told for work, told in repeated.items() if any(told) and told != sorted(set(told))}
+    # The handler of a batch with several messages gets no attempt.
+    silent = {work: runs for work, runs in repeated.items() if any(runs) and runs != sorted(set(runs))}
     repeats = sum(len(attempts) - 1 for attempts in repeated.values())
     if lost or unasked or silent or repeats > repeatable:
         raise ViolationError(
-            f"lost {lost}; done and not asked for {unasked}; repeated in silence {silent}; "
-            f"repeated {repeated}, and by the deaths there may be {repeatable}"
+            f"lost: {lost}; done without a request: {unasked}; repeated with the same attempt: {silent}; "
+            f"repeated: {repeated}, where the crashes allow {repeatable}"
         )
     return Figures(events=len(set(asked)), lost=0, repeats=repeats)
 
 
-async def trials_side_by_side(numbers: Iterable[int], trial: Callable[[int], Awaitable[Figures]]) -> Figures:
-    """What came of all of them.
+async def concurrent_trials(numbers: Iterable[int], trial: Callable[[int], Awaitable[Figures]]) -> Figures:
+    """Run the trials concurrently, and return the sum of their figures.
 
     Raises:
-        ViolationError: A promise was broken; it names the trial.
+        ViolationError: A promise was broken; the message names the trial.
     """
     figures = Figures(kills=0, lost=0, repeats=0)
-    slots = asyncio.Semaphore(SIDE_BY_SIDE)
+    slots = asyncio.Semaphore(CONCURRENT_TRIALS)
 
     async def one(number: int) -> None:
         async with slots:

@@ -1,4 +1,4 @@
-"""A worker whose handlers write into the database that the store is in, with a relay beside it."""
+"""A worker with a relay, whose handlers write into the database of the store."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from tests.support.effects import Effects
 from tests.support.homes import CONNECTIONS
 
 CLAIM: Final = 4.0
-"""Seconds for which a relay claims buckets: the next one waits so long for what a dead one holds."""
+"""Seconds for which a relay claims buckets; its successor waits that long for the buckets of a dead relay."""
 
 STORE_TIMEOUT: Final = 2.0
 
 STEPS: Final = 2
-"""Events that each job leaves behind."""
+"""Events that each job publishes."""
 
-Relaying = Callable[[], AbstractAsyncContextManager[None]]
-"""Has a relay run within its block."""
+RelayContext = Callable[[], AbstractAsyncContextManager[None]]
+"""Context manager that runs a relay."""
 
 tables = MetaData()
 entries: Final = Table(
@@ -58,11 +58,11 @@ entries: Final = Table(
     Column("fence", BigInteger, nullable=False),
     Column("pid", Integer, nullable=False),
 )
-"""One row for each time that a job was done: nothing but the guard keeps it from being two."""
+"""One row for each execution of a job; only the library prevents a second one."""
 
 
 class Clerk:
-    """Handles jobs: one row and two events each."""
+    """Handles jobs by writing one row and publishing two events."""
 
     def __init__(self, effects: Effects, plan: CrashPlan) -> None:
         self._effects = effects
@@ -85,16 +85,16 @@ class Clerk:
         self._plan.reached(CrashPoint.IN_HANDLER_AFTER_EFFECT)
         for step in range(STEPS):
             outgoing.publish(JobDone(work=job.work, step=step, aggregate_id=job.aggregate_id))
-        # Behind the effect: it must not stay.
+        # Fail after the effect, which must be rolled back.
         if job.kind == "poison":
-            raise PermanentError(f"{job.work} can never be done")
+            raise PermanentError(f"{job.work} always fails")
         if job.kind == "flaky" and attempt.number == 1:
-            raise RuntimeError(f"{job.work} cannot be done now")
+            raise RuntimeError(f"{job.work} fails in its first run")
         return self._effects.receipt(job.work, attempt)
 
 
 class _Sessions(Provider):
-    """A session for each event, committed behind its `yield`."""
+    """Provides a session per event, and commits it after the `yield`."""
 
     scope = Scope.REQUEST
 
@@ -120,7 +120,7 @@ class _Dispatching(IdempotentDispatcherProvider):
         return crashing_transaction(self._plan, super().invoker(container))
 
 
-def _given(store: CrashingSqlStore, publisher: CrashingPublisher) -> Provider:
+def _overrides(store: CrashingSqlStore, publisher: CrashingPublisher) -> Provider:
     provider = Provider(scope=Scope.APP)
     provider.provide(lambda: store, provides=IdempotencyRepository, override=True)
     provider.provide(lambda: publisher, provides=EventPublisher)
@@ -130,13 +130,13 @@ def _given(store: CrashingSqlStore, publisher: CrashingPublisher) -> Provider:
 @asynccontextmanager
 async def open_transactional(
     order: Order, plan: CrashPlan
-) -> AsyncIterator[tuple[EventDispatcher, EventPublisher, Relaying]]:
-    """What the worker of `order` needs."""
+) -> AsyncIterator[tuple[EventDispatcher, EventPublisher, RelayContext]]:
+    """Provide dispatcher, publisher and relay for the worker of `order`."""
     if order.bug:
         BUGS[order.bug]()
     url = order.store["url"]
     engine = sql_engine(url, pool_size=CONNECTIONS, lock_timeout_seconds=LOCK_TIMEOUT)
-    theirs = engine.execution_options(isolation_level=order.isolation) if order.isolation else engine
+    handler_engine = engine.execution_options(isolation_level=order.isolation) if order.isolation else engine
     async with open_sql_store(url, STORE_TIMEOUT) as store:
         publisher = CrashingPublisher(order.kafka, plan)
         clerk = Clerk(Effects(Path(order.folder)), plan)
@@ -146,8 +146,8 @@ async def open_transactional(
             EventContextProvider(),
             IdempotencyProvider(),
             _Dispatching(clerk.router, plan),
-            _Sessions(theirs, plan),
-            _given(CrashingSqlStore(store, plan), publisher),
+            _Sessions(handler_engine, plan),
+            _overrides(CrashingSqlStore(store, plan), publisher),
             context={Settings: settings, ServiceName: ServiceName(SERVICE)},
             validation_settings=STRICT_VALIDATION,
         )
@@ -161,7 +161,7 @@ async def open_transactional(
 
 @asynccontextmanager
 async def _relaying(relay: Relay, seconds: float) -> AsyncIterator[None]:
-    """As a service has it: at the end it may publish what the last handlers have left."""
+    """Run the relay like a service does: at the end, it may publish the events of the last handlers."""
     running = asyncio.create_task(relay.run())
     yield
     relay.stop()

@@ -1,6 +1,6 @@
-"""Mistakes that a transactional mode could have, to be made in a worker's process: the judge must find each.
+"""Bugs of transactional handlers, injected into a worker process: the checks must detect each of them.
 
-But for `deaf`, which is half a mistake: the other half of the defense must do.
+The exception is `ignores_lost_leases`, which disables only one of two defenses: the database must still prevent harm.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from integr8s_idem.stores.sql.outbox import put
 
 
 def _completes_outside() -> None:
-    """The outcome is written in a transaction of its own, before the handler's commits."""
+    """Write the outcome in a separate transaction, before the handler's transaction commits."""
 
     async def complete(self: SqlTransaction, completion: Completion) -> bool:
         [self._may_commit] = await SqlIdempotencyRepository(self._records.engine).complete([completion])
         return self._may_commit
 
-    setattr(SqlTransaction, "complete", complete)  # noqa: B010  # as no type checker would let us
+    setattr(SqlTransaction, "complete", complete)  # noqa: B010  # a type checker would reject an assignment
 
 
 def _sends_outside() -> None:
-    """The events are left in the outbox in a transaction of their own."""
+    """Write the events to the outbox in a separate transaction."""
 
     async def send(self: SqlTransaction, messages: Sequence[Message]) -> None:
         async with writing(self._records.engine) as connection:
@@ -40,40 +40,40 @@ def _sends_outside() -> None:
 
 
 def _forgets_first() -> None:
-    """The relay deletes what it has read, and publishes it then."""
+    """Delete events from the outbox before they are published."""
     read = SqlOutbox.read
 
     async def read_and_delete(
         self: SqlOutbox, claim: Claim, *, after: int = 0, besides: Sequence[str] = ()
     ) -> list[Waiting]:
         found = await read(self, claim, after=after, besides=besides)
-        await self.done(claim, [one.id for one in found], timedelta(seconds=5))
+        await self.done(claim, [event.id for event in found], timedelta(seconds=5))
         return found
 
     setattr(SqlOutbox, "read", read_and_delete)  # noqa: B010
 
 
-def _deaf() -> None:
-    """No handler is cancelled when its lease ends: only the database is left to refuse it."""
+def _ignores_lost_leases() -> None:
+    """Do not cancel handlers when their lease ends: only the database can reject them."""
     setattr(leases, "fence_margin", lambda lease: -3600.0)  # noqa: B010
 
 
-def _commits_all_the_same() -> None:
-    """A handler that was overtaken does not care."""
-    _deaf()
+def _commits_anyway() -> None:
+    """Let handlers commit after they were overtaken."""
+    _ignores_lost_leases()
     complete = SqlTransaction.complete
 
-    async def complete_in_any_case(self: SqlTransaction, completion: Completion) -> bool:
+    async def complete_anyway(self: SqlTransaction, completion: Completion) -> bool:
         self._may_commit = await complete(self, completion) or True
         return True
 
-    setattr(SqlTransaction, "complete", complete_in_any_case)  # noqa: B010
+    setattr(SqlTransaction, "complete", complete_anyway)  # noqa: B010
 
 
 BUGS: Final[dict[str, Callable[[], None]]] = {
     "completes_outside": _completes_outside,
     "sends_outside": _sends_outside,
     "forgets_first": _forgets_first,
-    "commits_all_the_same": _commits_all_the_same,
-    "deaf": _deaf,
+    "commits_anyway": _commits_anyway,
+    "ignores_lost_leases": _ignores_lost_leases,
 }

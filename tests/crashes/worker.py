@@ -1,4 +1,4 @@
-"""One worker in a process of its own, by an order: `run_worker(Order(...))`."""
+"""A worker in its own process: `run_worker(Order(...))`."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ from integr8s_idem.testing.crash_points import (
     kill_myself,
 )
 from integr8s_idem.worker import EventPublisher, ServiceWorker
-from tests.crashes.jobs import Boss, with_the_call
+from tests.crashes.jobs import JobHandler, invoke_handler
 from tests.crashes.orders import SERVICE, Order
 from tests.crashes.samples import sampling
 from tests.crashes.stepping import open_stepping
-from tests.crashes.transacting import Relaying, open_transactional
+from tests.crashes.transacting import RelayContext, open_transactional
 from tests.support.effects import Effects
 from tests.support.homes import open_records
 
-Opening = Callable[[Order, CrashPlan], AbstractAsyncContextManager[tuple[EventDispatcher, EventPublisher, Relaying]]]
-"""Gives the worker of an order what it needs."""
+Opening = Callable[
+    [Order, CrashPlan], AbstractAsyncContextManager[tuple[EventDispatcher, EventPublisher, RelayContext]]
+]
+"""Opens dispatcher, publisher and relay for the worker of an order."""
 
 
 def run_worker(order: Order, parent: int) -> int:
-    """Work until told to stop by SIGTERM, or until `parent` is gone; the exit status."""
+    """Work until SIGTERM or until the process `parent` is gone, and return the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_work(order, parent))
 
 
 async def _work(order: Order, parent: int) -> int:
-    plan = CrashPlan(CrashPoint(order.point) if order.point else None, order.occurrence, ending(order))
+    plan = CrashPlan(CrashPoint(order.point) if order.point else None, order.occurrence, crash_action(order))
     async with _opening(order)(order, plan) as (dispatcher, publisher, relaying):
         worker = ServiceWorker(
             SERVICE,
@@ -61,10 +63,10 @@ async def _work(order: Order, parent: int) -> int:
             worker.stop()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
-        beside: list[Coroutine[Any, Any, None]] = [leave_with(parent)]
+        background: list[Coroutine[Any, Any, None]] = [exit_with(parent)]
         if order.samples:
-            beside.append(sampling(Path(order.samples)))
-        tasks = [asyncio.create_task(task) for task in beside]
+            background.append(sampling(Path(order.samples)))
+        tasks = [asyncio.create_task(task) for task in background]
         async with relaying():
             await worker.run()
         for task in tasks:
@@ -79,7 +81,9 @@ def _opening(order: Order) -> Opening:
     return open_stepping if order.stepping else _open_stand_alone
 
 
-def ending(order: Order) -> Callable[[], None]:
+def crash_action(order: Order) -> Callable[[], None]:
+    """Return the function that a crash point calls: kill or stop this process."""
+
     def stall() -> None:
         (Path(order.folder) / "stalled").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -90,13 +94,17 @@ def ending(order: Order) -> Callable[[], None]:
 @asynccontextmanager
 async def _open_stand_alone(
     order: Order, plan: CrashPlan
-) -> AsyncIterator[tuple[EventDispatcher, EventPublisher, Relaying]]:
+) -> AsyncIterator[tuple[EventDispatcher, EventPublisher, RelayContext]]:
     async with open_records(order.store, order.key_prefix) as store:
         manager = IdempotencyManager(order.idempotency, CrashingStore(store, plan), scope=SERVICE)
         publisher = CrashingPublisher(order.kafka, plan)
-        boss = Boss(Effects(Path(order.folder)), plan)
-        invoke = crashing_invoke(plan, with_the_call)
-        yield IdempotentEventDispatcher(boss.router, manager, publisher=publisher, invoke=invoke), publisher, _no_relay
+        handler = JobHandler(Effects(Path(order.folder)), plan)
+        invoke = crashing_invoke(plan, invoke_handler)
+        yield (
+            IdempotentEventDispatcher(handler.router, manager, publisher=publisher, invoke=invoke),
+            publisher,
+            _no_relay,
+        )
         await manager.close()
         await publisher.close()
 
@@ -106,8 +114,8 @@ async def _no_relay() -> AsyncIterator[None]:
     yield
 
 
-async def leave_with(parent: int) -> None:
-    """A worker whose test is gone must not stay behind."""
-    while os.getppid() == parent:  # noqa: ASYNC110  # nobody tells us
+async def exit_with(parent: int) -> None:
+    """Exit when the process `parent` is gone, so that no worker outlives its test."""
+    while os.getppid() == parent:  # noqa: ASYNC110  # the system sends no notification
         await asyncio.sleep(0.5)
     os._exit(3)

@@ -1,4 +1,4 @@
-"""What the tests of this folder share."""
+"""Fixtures shared by the fault tests."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def effects(tmp_path: Path) -> Effects:
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """All that is observed of a service, keys in its spans as well."""
+    """Metrics and spans of a service, with keys in its spans."""
 
     observer: Observer
     registry: CollectorRegistry
     exporter: InMemorySpanExporter
 
-    def told(self) -> dict[str, str]:
-        """What has come out so far, as text."""
+    def output(self) -> dict[str, str]:
+        """Return all finished spans and all metrics as text."""
         return {
             "spans": "".join(span.to_json() for span in self.exporter.get_finished_spans()),
             "metrics": generate_latest(self.registry).decode(),
@@ -60,8 +60,8 @@ def lasting_server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def server(lasting_server: RedisServer) -> RedisServer:
-    """A Redis that forgets nothing when it is killed; it was emptied before the test."""
-    if not lasting_server.running:  # a test before this one has failed in between
+    """Provide an empty Redis that loses no data when it is killed."""
+    if not lasting_server.running:  # an earlier test failed while it was down
         lasting_server.kill()
         lasting_server.start()
     lasting_server.flush()

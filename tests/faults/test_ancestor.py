@@ -1,8 +1,7 @@
-"""What the ancestor of this platform got wrong, row by row.  Each test would fail with its behavior.
+"""Bugs of the predecessor of this library: each test would fail with its behavior.
 
-Broker and store are in memory; two tests have a real Redis.  On real servers: offsets and duplicates in
-`tests/faults` and `tests/integration` beside this file; the row "workers had no meter provider" by the test there
-that scrapes /metrics of a running worker.
+Broker and store are in memory; two tests use a real Redis.  Other tests in `tests/faults` and `tests/integration` cover
+offsets and duplicates on real servers, and scrape /metrics of a running worker.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class OrderMoved(BaseEvent):
 
 @pytest.mark.scenario(3)
 @virtual_time
-async def test_a_duplicate_of_work_in_progress_is_not_acknowledged_and_survives_its_owners_crash() -> None:
+async def test_a_duplicate_is_not_acknowledged_during_the_first_run_and_is_handled_after_its_crash() -> None:
     owner, broker, handled = guarded(), FakeBroker(), list[str]()
     router = EventRouter()
 
@@ -83,9 +82,8 @@ async def test_a_duplicate_of_work_in_progress_is_not_acknowledged_and_survives_
 
 
 @virtual_time
-async def test_a_failure_is_tried_again_unless_somebody_chose_otherwise() -> None:
-    """And what was given up can be replayed with a generation:
-    tests/unit/worker/test_consumer.py shows it on a broker."""
+async def test_a_failure_is_retried_by_default() -> None:
+    """Work that was given up can be replayed with a generation: see tests/unit/worker/test_consumer.py."""
     assert IdempotencyConfig().on_failure is OnFailure.RETRY
     here, job = guarded(), Job(errors=[ConnectionError("for a moment")])
     with pytest.raises(ConnectionError):
@@ -95,13 +93,13 @@ async def test_a_failure_is_tried_again_unless_somebody_chose_otherwise() -> Non
 
 
 @virtual_time
-async def test_a_success_does_not_commit_past_an_offset_that_failed() -> None:
-    broker, handled, healed = FakeBroker(), list[str](), asyncio.Event()
+async def test_a_success_does_not_commit_past_a_failed_offset() -> None:
+    broker, handled, recovered = FakeBroker(), list[str](), asyncio.Event()
     router = EventRouter()
 
     @router.on(OrderPlaced)
     async def charge(event: OrderPlaced) -> None:
-        if event.order_id == "1" and not healed.is_set():
+        if event.order_id == "1" and not recovered.is_set():
             raise ConnectionError("for a while")
         handled.append(event.order_id)
 
@@ -112,14 +110,14 @@ async def test_a_success_does_not_commit_past_an_offset_that_failed() -> None:
         await worker.until(lambda: len(handled) == 3)
         await asyncio.sleep(60)
         assert broker.committed[TOPIC] == 1
-        healed.set()
+        recovered.set()
         await worker.until(lambda: broker.committed[TOPIC] == 4)
 
     assert sorted(handled) == ["0", "1", "2", "3"]
 
 
 @virtual_time
-async def test_a_shutdown_releases_what_is_under_way() -> None:
+async def test_a_shutdown_releases_running_work() -> None:
     here, job = guarded(), Job(seconds=1_000)
     work = asyncio.create_task(here.manager.run("order:1", job))
     await job.started.wait()
@@ -133,7 +131,7 @@ async def test_a_shutdown_releases_what_is_under_way() -> None:
 
 @pytest.mark.scenario(8)
 @virtual_time
-async def test_of_eight_workers_one_takes_over_a_timed_out_record() -> None:
+async def test_one_of_eight_workers_takes_over_an_expired_lease() -> None:
     dead = guarded()
     await dead.manager.reserve("order:1")
     await asyncio.sleep(LEASE)
@@ -145,7 +143,7 @@ async def test_of_eight_workers_one_takes_over_a_timed_out_record() -> None:
 
 @pytest.mark.scenario(9, 36)
 @virtual_time
-async def test_a_late_worker_does_not_turn_completed_into_failed() -> None:
+async def test_a_stale_owner_does_not_turn_a_completed_record_into_failed() -> None:
     late = guarded()
     here = guarded(late.store)
     reserved = await late.manager.reserve("order:1")
@@ -173,7 +171,7 @@ async def test_a_handler_longer_than_lease_and_ttl_runs_once() -> None:
 
 
 @virtual_time
-async def test_every_record_expires_and_none_is_raised_from_the_dead() -> None:
+async def test_every_record_expires_and_stale_writes_do_not_recreate_it() -> None:
     here, job = guarded(default_ttl_seconds=60), Job()
     reserved = await here.manager.reserve("order:1")
     assert isinstance(reserved, Reserved)
@@ -190,7 +188,7 @@ async def test_every_record_expires_and_none_is_raised_from_the_dead() -> None:
     assert (await here.record()).expires_at is not None
 
 
-async def test_only_the_stores_clock_counts() -> None:
+async def test_records_use_the_clock_of_the_store() -> None:
     now = datetime(1999, 1, 1, tzinfo=UTC)
     store = MemoryIdempotencyRepository(clock=lambda: now)
     managers = [IdempotencyManager(repository=store, scope="billing") for _ in range(2)]
@@ -204,7 +202,7 @@ async def test_only_the_stores_clock_counts() -> None:
 
 
 @pytest.mark.scenario(92)
-async def test_an_unreadable_record_stops_the_work_and_is_not_taken_for_absent(redis_server: RedisServer) -> None:
+async def test_an_unreadable_record_stops_the_work_and_is_not_treated_as_absent(redis_server: RedisServer) -> None:
     redis_server.flush()
     client, job = redis_server.client(), Job()
     manager = IdempotencyManager(repository=RedisIdempotencyRepository(client), scope="billing")
@@ -221,7 +219,7 @@ async def test_an_unreadable_record_stops_the_work_and_is_not_taken_for_absent(r
 
 
 @pytest.mark.scenario(8)
-async def test_eight_takeovers_at_one_moment_have_one_winner_on_redis_too(redis_server: RedisServer) -> None:
+async def test_one_of_eight_concurrent_takeovers_wins_on_redis(redis_server: RedisServer) -> None:
     redis_server.flush()
     clients = [redis_server.client() for _ in range(8)]
     managers = [IdempotencyManager(repository=RedisIdempotencyRepository(c), scope="billing") for c in clients]
@@ -258,7 +256,7 @@ async def test_two_services_with_one_strategy_both_handle_an_event() -> None:
 
 
 @pytest.mark.scenario(7)
-def test_equal_fields_of_two_event_types_are_two_keys() -> None:
+def test_equal_fields_of_two_event_types_have_different_keys() -> None:
     resolver = KeyResolver(KeyStrategy.CONTENT_HASH, frozenset({"order_id"}))
 
     placed, moved = resolver.resolve("charge", OrderPlaced()), resolver.resolve("charge", OrderMoved())
@@ -266,7 +264,7 @@ def test_equal_fields_of_two_event_types_are_two_keys() -> None:
     assert placed.key.text != moved.key.text
 
 
-def test_a_custom_key_that_equals_an_event_id_is_another_key() -> None:
+def test_a_custom_key_equal_to_an_event_id_is_a_different_key() -> None:
     event = OrderPlaced(event_id="42")
 
     by_id = KeyResolver().resolve("charge", event)
@@ -277,11 +275,11 @@ def test_a_custom_key_that_equals_an_event_id_is_another_key() -> None:
 
 @pytest.mark.scenario(14)
 @virtual_time
-async def test_a_handler_that_changes_its_event_does_not_change_its_key() -> None:
+async def test_a_handler_that_modifies_its_event_does_not_change_the_key() -> None:
     runs, router = list[str](), EventRouter()
 
     @router.on(OrderPlaced)
-    async def meddle(event: OrderPlaced) -> None:
+    async def modify(event: OrderPlaced) -> None:
         runs.append(event.order_id)
         event.tags.append("seen")
 
@@ -295,7 +293,7 @@ async def test_a_handler_that_changes_its_event_does_not_change_its_key() -> Non
 
 
 @virtual_time
-async def test_a_store_fault_after_a_success_leaves_a_success() -> None:
+async def test_work_is_completed_although_the_store_fails_after_it() -> None:
     here, job = guarded(), Job()
     here.store.down.add("complete")
     asyncio.get_running_loop().call_later(10, here.store.down.clear)
@@ -325,7 +323,7 @@ async def test_two_handlers_of_one_event_both_run() -> None:
 
 
 @virtual_time
-async def test_a_record_is_completed_after_the_work_and_not_when_it_was_begun() -> None:
+async def test_a_record_is_completed_after_the_work_and_not_at_its_start() -> None:
     here, job = guarded(), Job(seconds=100)
     running_job = asyncio.create_task(here.manager.run("order:1", job))
     await asyncio.sleep(99)
@@ -337,7 +335,7 @@ async def test_a_record_is_completed_after_the_work_and_not_when_it_was_begun() 
 
 
 @virtual_time
-async def test_active_keys_are_measured_and_go_down_again() -> None:
+async def test_the_number_of_active_keys_rises_and_falls() -> None:
     here, job = guarded(), Job(seconds=10)
     await here.manager.reserve("crashed")
     works = [asyncio.create_task(here.manager.run(f"order:{number}", job)) for number in range(3)]
@@ -350,7 +348,7 @@ async def test_active_keys_are_measured_and_go_down_again() -> None:
     assert await here.manager.count_active() == 0
 
 
-def test_two_providers_of_one_dispatcher_are_refused() -> None:
+def test_two_providers_of_one_dispatcher_are_rejected() -> None:
     router = EventRouter()
 
     with pytest.raises(ImplicitOverrideDetectedError, match="DispatcherProvider"):
@@ -367,7 +365,7 @@ def test_two_providers_of_one_dispatcher_are_refused() -> None:
 
 
 @virtual_time
-async def test_a_batch_of_fresh_events_costs_two_calls_of_the_store() -> None:
+async def test_a_batch_of_new_events_needs_two_store_calls() -> None:
     broker, runs, router = FakeBroker(), list[str](), EventRouter()
     here = guarded()
 

@@ -1,4 +1,4 @@
-"""Brokers that die, stall and come back; a group whose coordinator moves."""
+"""Brokers that die, stall and restart, and a group whose coordinator moves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kafka_faults.brokers import CAMPAIGN, goes_on
+from tests.kafka_faults.brokers import CAMPAIGN, wait_for_progress
 from tests.kafka_faults.tools import need_kafka
 from tests.kafka_faults.workload import open_workload
 from tests.support.conditions import eventually
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.kafka
 
 
 @pytest.fixture(autouse=True)
-def _kafka_is_there() -> None:
+def _require_kafka() -> None:
     need_kafka(own=True)
 
 
@@ -35,7 +35,7 @@ async def cluster() -> AsyncIterator[KafkaCluster]:
 
 
 @pytest.mark.scenario(60, 61)
-def test_a_broker_that_dies_or_stalls_costs_nothing_but_time() -> None:
+def test_a_broker_crash_or_stall_only_delays_work() -> None:
     figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
 
     assert figures["restarts"] == CAMPAIGN.in_test
@@ -43,7 +43,7 @@ def test_a_broker_that_dies_or_stalls_costs_nothing_but_time() -> None:
 
 
 @pytest.mark.scenario(60)
-async def test_a_group_goes_on_when_its_coordinator_moves(cluster: KafkaCluster) -> None:
+async def test_a_group_continues_when_its_coordinator_moves(cluster: KafkaCluster) -> None:
     async with open_workload(cluster) as workload:
         for _ in range(2):
             await workload.join()
@@ -53,7 +53,7 @@ async def test_a_group_goes_on_when_its_coordinator_moves(cluster: KafkaCluster)
         coordinator = await cluster.coordinator_of(workload.group)
 
         await asyncio.to_thread(cluster.brokers[coordinator].kill)
-        await goes_on(workload)
+        await wait_for_progress(workload)
         feeding.cancel()
         await asyncio.wait({feeding})
         await workload.all_settled()

@@ -1,6 +1,6 @@
-"""Clocks that are wrong, jump or stand still: leases and ttls go by the store's, deadlines by the monotonic one.
+"""Clocks that are wrong, jump or stop: leases and ttls use the store's clock, deadlines the monotonic clock.
 
-The suspended machine (row 79) has a store in memory; Redis is real everywhere else.
+The store is in memory in the tests of a suspended machine (row 79); the other tests use a real Redis.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class OrderPlaced(BaseEvent):
     event_type: Literal["order_placed"] = "order_placed"
 
 
-# Wrong clocks of workers.
+# Workers with wrong clocks.
 
 
 class Contenders:
-    """Processes that want to do the same work, each with a clock of its own."""
+    """Processes that compete for the same work, each with its own clock."""
 
     LEASE = 1.0
 
@@ -82,33 +82,33 @@ def contenders(redis_url: str, tmp_path: Path) -> Iterator[Contenders]:
 
 
 def wrong_clocks(folder: Path) -> list[WrongClock]:
-    """An hour ahead, an hour behind, and one that stands still."""
+    """Return clocks that are an hour fast, an hour slow, and stopped."""
     clocks = [WrongClock(folder, HOUR), WrongClock(folder, -HOUR), WrongClock(folder)]
     clocks[2].stop()
     return clocks
 
 
 @pytest.mark.scenario(77)
-def test_workers_with_wrong_clocks_do_work_longer_than_its_lease_once(contenders: Contenders, tmp_path: Path) -> None:
+def test_workers_with_wrong_clocks_run_work_longer_than_its_lease_once(contenders: Contenders, tmp_path: Path) -> None:
     clocks, now = wrong_clocks(tmp_path), time.time()
     processes = [contenders.start(clock, seconds=2.5 * Contenders.LEASE) for clock in clocks]
 
-    told = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+    outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
 
-    assert [round((float(wall) - now) / HOUR) for wall, _ in told] == [1, -1, 0]
-    assert len({result for _, result in told}) == 1
+    assert [round((float(wall) - now) / HOUR) for wall, _ in outputs] == [1, -1, 0]
+    assert len({result for _, result in outputs}) == 1
     assert [effect.attempt for effect in contenders.effects.lines()] == [1, 1]
     assert contenders.effects.judge({"order:1"})["repeats"] == 0
 
 
 @pytest.mark.scenario(77)
-async def test_a_dead_worker_whose_clock_stood_still_is_taken_over_when_its_lease_ends(
+async def test_the_work_of_a_dead_worker_with_a_stopped_clock_is_taken_over_when_its_lease_ends(
     contenders: Contenders, tmp_path: Path
 ) -> None:
-    ahead, behind, still = wrong_clocks(tmp_path)
-    doomed = contenders.start(still, seconds=HOUR)
+    fast, slow, stopped = wrong_clocks(tmp_path)
+    doomed = contenders.start(stopped, seconds=HOUR)
     await eventually(contenders.effects.lines)
-    successors = [contenders.start(clock, seconds=0) for clock in (ahead, behind)]
+    successors = [contenders.start(clock, seconds=0) for clock in (fast, slow)]
     for successor in successors:
         assert successor.stdout is not None
         assert await asyncio.to_thread(successor.stdout.readline)
@@ -118,18 +118,18 @@ async def test_a_dead_worker_whose_clock_stood_still_is_taken_over_when_its_leas
     await eventually(contenders.effects.done)
     took = time.monotonic() - killed_at
 
-    # Renewed at a third of the lease, it had two thirds left at least.
+    # The lease is renewed after a third of it, so that at least two thirds were left.
     assert Contenders.LEASE / 2 < took < Contenders.LEASE + 3
     results = {(await asyncio.to_thread(successor.communicate))[0] for successor in successors}
     assert len(results) == 1
     assert contenders.effects.judge({"order:1"})["repeats"] == 0
 
 
-# A clock of the store that jumps.
+# A store whose clock jumps.
 
 
 class JumpingRedis:
-    """A Redis of its own, whose clock can be moved."""
+    """A Redis whose clock can be moved."""
 
     def __init__(self, server: RedisServer, clock: WrongClock, client: Redis) -> None:
         self.server = server
@@ -158,7 +158,9 @@ async def jumping(tmp_path: Path) -> AsyncIterator[JumpingRedis]:
 
 
 @pytest.mark.scenario(78)
-async def test_after_a_jump_forwards_a_takeover_comes_early_and_its_loser_writes_nothing(jumping: JumpingRedis) -> None:
+async def test_a_forward_jump_of_the_store_clock_allows_an_early_takeover_and_rejects_stale_writes(
+    jumping: JumpingRedis,
+) -> None:
     first = await jumping.reserve()
 
     jumping.clock.jump(60)
@@ -172,12 +174,12 @@ async def test_after_a_jump_forwards_a_takeover_comes_early_and_its_loser_writes
 
 
 @pytest.mark.scenario(78)
-async def test_after_a_jump_of_an_hour_forwards_the_record_is_gone_and_fences_grow_all_the_same(
+async def test_fences_grow_when_a_forward_jump_of_an_hour_expires_the_record(
     jumping: JumpingRedis,
 ) -> None:
     first = await jumping.reserve()
 
-    # Records are kept for an hour: to the millisecond at the limit, this one is still there.
+    # Records are kept for an hour; exactly at the limit, this one would still exist.
     jumping.clock.jump(HOUR + 1)
     second = await jumping.reserve()
 
@@ -187,7 +189,9 @@ async def test_after_a_jump_of_an_hour_forwards_the_record_is_gone_and_fences_gr
 
 
 @pytest.mark.scenario(78)
-async def test_after_a_jump_backwards_nobody_takes_over_early_and_fences_grow_on(jumping: JumpingRedis) -> None:
+async def test_a_backward_jump_of_the_store_clock_allows_no_early_takeover_and_fences_grow(
+    jumping: JumpingRedis,
+) -> None:
     first = await jumping.reserve()
 
     jumping.clock.jump(-HOUR)
@@ -205,33 +209,33 @@ async def test_after_a_jump_backwards_nobody_takes_over_early_and_fences_grow_on
     assert not await jumping.manager().complete(first, "stale")
 
 
-# A machine that is suspended: its monotonic clock stood still, the store's went on.
+# A machine that was suspended: its monotonic clock stopped, but the store's clock did not.
 
 
 @pytest.mark.scenario(79)
 @virtual_time
-async def test_a_handler_on_a_machine_that_was_suspended_is_stopped_and_changes_nothing() -> None:
+async def test_a_handler_on_a_resumed_machine_is_cancelled_and_its_writes_are_rejected() -> None:
     asleep = timedelta(0)
     store = FlakyStore(MemoryIdempotencyRepository(clock=lambda: virtual_now() + asleep))
     suspended, here = guarded(store), guarded(store)
-    job = Job(seconds=1000, result="the suspended one's")
+    job = Job(seconds=1000, result="of the suspended worker")
     running = asyncio.create_task(suspended.manager.run("order:1", job))
     await job.started.wait()
 
     asleep = timedelta(seconds=2 * LEASE)
-    assert await here.manager.run("order:1", Job(result="the successor's")) == "the successor's"
+    assert await here.manager.run("order:1", Job(result="of the successor")) == "of the successor"
 
     with pytest.raises(LeaseLostError):
         await running
     assert asyncio.get_running_loop().time() <= LEASE / 2
     assert job.finished == 0
     record = await here.record()
-    assert (record.attempt, record.result and record.result.body) == (2, b'"the successor\'s"')
+    assert (record.attempt, record.result and record.result.body) == (2, b'"of the successor"')
 
 
 @pytest.mark.scenario(79)
 @virtual_time
-async def test_work_that_ends_right_after_the_resume_is_refused_too() -> None:
+async def test_work_that_ends_right_after_a_resume_is_rejected() -> None:
     asleep = timedelta(0)
     store = FlakyStore(MemoryIdempotencyRepository(clock=lambda: virtual_now() + asleep))
     suspended, here, job = guarded(store), guarded(store), Job(seconds=1)
@@ -245,10 +249,10 @@ async def test_work_that_ends_right_after_the_resume_is_refused_too() -> None:
     with pytest.raises(LeaseLostError):
         await running
     assert (await here.record()).status is IdempotencyStatus.PROCESSING
-    assert await here.manager.complete(taken, "the successor's")
+    assert await here.manager.complete(taken, "of the successor")
 
 
-# Times of events, time zones.
+# Event timestamps and time zones.
 
 
 @pytest.mark.scenario(80)
@@ -256,7 +260,7 @@ async def test_work_that_ends_right_after_the_resume_is_refused_too() -> None:
     "timestamp",
     [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC), datetime(1970, 1, 1, tzinfo=UTC)],
 )
-async def test_an_event_from_any_time_is_remembered_for_the_ttl(redis_client: Redis, timestamp: datetime) -> None:
+async def test_the_ttl_does_not_depend_on_the_event_timestamp(redis_client: Redis, timestamp: datetime) -> None:
     router = EventRouter()
 
     @router.on(OrderPlaced)
@@ -276,7 +280,7 @@ async def test_an_event_from_any_time_is_remembered_for_the_ttl(redis_client: Re
 
 
 @pytest.mark.scenario(80)
-def test_an_event_with_a_naive_time_is_refused() -> None:
+def test_an_event_with_a_naive_timestamp_is_rejected() -> None:
     message = b'{"event_type": "order_placed", "event_id": "1", "timestamp": "2026-03-29T02:30:00"}'
 
     with pytest.raises(UndecodableEventError, match="timestamp"):
@@ -285,11 +289,11 @@ def test_an_event_with_a_naive_time_is_refused() -> None:
 
 @pytest.mark.scenario(80)
 @pytest.mark.parametrize("hemisphere", ["America/New_York", "Australia/Lord_Howe"])
-async def test_the_local_time_zone_touches_no_record(
+async def test_records_do_not_depend_on_the_local_time_zone(
     redis_client: Redis, monkeypatch: pytest.MonkeyPatch, hemisphere: str
 ) -> None:
     store = RedisIdempotencyRepository(redis_client)
-    told = []
+    times = []
     for zone in ("UTC", hemisphere):
         monkeypatch.setenv("TZ", zone)
         time.tzset()
@@ -298,15 +302,15 @@ async def test_the_local_time_zone_touches_no_record(
         record = await manager.get("order:1")
         await manager.close()
         assert record is not None
-        told.append((record.settled_at, record.expires_at))
+        times.append((record.settled_at, record.expires_at))
     monkeypatch.undo()
     time.tzset()
 
-    (first, expires), (second, expires_too) = told
+    (first, first_expiry), (second, second_expiry) = times
     assert first is not None
     assert second is not None
     assert first.tzinfo is second.tzinfo is UTC
     assert abs(second - first) < timedelta(seconds=10)
-    assert expires is not None
-    assert expires_too is not None
-    assert abs(expires_too - expires) < timedelta(seconds=10)
+    assert first_expiry is not None
+    assert second_expiry is not None
+    assert abs(second_expiry - first_expiry) < timedelta(seconds=10)

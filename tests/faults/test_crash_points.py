@@ -1,4 +1,4 @@
-"""Workers that kill themselves at every named point, on a real Redis and a real Kafka, counted from outside."""
+"""Workers that kill themselves at every named crash point, on a real Redis and a real Kafka."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from integr8s_idem.records import Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.crash_points import CrashPlan, CrashPoint
 from tests.crashes import points
-from tests.crashes.forks import Nursery
-from tests.crashes.ground import open_ground
-from tests.crashes.lone import lone_job
+from tests.crashes.forks import ForkServer
+from tests.crashes.ground import open_servers
+from tests.crashes.lone import crash_one_job
 from tests.crashes.renewing import manager_of
 from tests.kafka_faults.tools import need_kafka
 from tests.support.conditions import eventually
@@ -35,22 +35,20 @@ from tests.support.effects import Effects
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.scenario(17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27)
-def test_whatever_point_workers_die_at_all_work_is_done_once_and_nothing_is_stuck() -> None:
+def test_work_is_done_once_when_workers_die_at_any_crash_point() -> None:
     need_kafka(own=True)
 
     figures = points.run(0, points.CAMPAIGN.in_test)
 
     killed = {point.value: figures[f"kills:{point.value}"] for point in points.POINTS}
-    assert all(killed.values()), (
-        f"points that nobody died at: {[point for point, kills in killed.items() if not kills]}"
-    )
+    assert all(killed.values()), f"points without a crash: {[point for point, kills in killed.items() if not kills]}"
     assert figures["kills"] >= points.CAMPAIGN.shown_in_test
     assert figures["lost"] == figures["fenced_repeats"] == 0
     assert figures["completed"] > figures["completed_before_the_end"] > 2 * points.CAMPAIGN.in_test
 
 
 RUNS = {
-    # Where it dies: the attempts that begin, and those whose effect happens.
+    # Crash point: the attempts that start, and those whose effect happens.
     CrashPoint.BEFORE_RESERVE: ([1], [1]),
     CrashPoint.AFTER_RESERVE: ([2], [2]),
     CrashPoint.BEFORE_HANDLER: ([2], [2]),
@@ -65,13 +63,13 @@ RUNS = {
 @pytest.mark.kafka
 @pytest.mark.slow
 @pytest.mark.scenario(17, 19, 20, 21, 23, 24)
-async def test_after_one_death_a_job_runs_again_only_if_it_was_begun_and_is_not_completed() -> None:
+async def test_after_a_crash_a_job_runs_again_only_if_it_was_started_but_not_completed() -> None:
     need_kafka(own=True)
 
-    async with open_ground() as ground, Nursery() as nursery:
-        told = await asyncio.gather(*(lone_job(ground, nursery, point) for point in RUNS))
+    async with open_servers() as servers, ForkServer() as fork_server:
+        runs = await asyncio.gather(*(crash_one_job(servers, fork_server, point) for point in RUNS))
 
-    assert dict(zip(RUNS, told, strict=True)) == RUNS
+    assert dict(zip(RUNS, runs, strict=True)) == RUNS
 
 
 RENEWALS = (CrashPoint.BEFORE_RENEW, CrashPoint.IN_RENEW, CrashPoint.AFTER_RENEW)
@@ -79,18 +77,18 @@ LEASE = 2.0
 
 
 @pytest.mark.scenario(25)
-async def test_of_a_process_that_dies_around_a_renewal_the_work_is_taken_over_within_a_lease_and_a_second(
+async def test_work_is_taken_over_within_a_lease_and_a_second_after_a_crash_during_a_renewal(
     redis_url: str, redis_client: Redis, effects: Effects, tmp_path: Path
 ) -> None:
     async def taken_over(point: CrashPoint) -> float:
-        """Seconds from the death of a process to the begin of the next run."""
+        """Return the seconds between the crash and the start of the next run."""
         arguments = ["-m", "tests.crashes.renewing", redis_url, str(tmp_path), point.value, str(LEASE)]
         holder = await asyncio.create_subprocess_exec(sys.executable, *arguments)
         await eventually(lambda: point.value in {line.work for line in effects.lines()})
-        heir = asyncio.create_task(begun_by_the_next(redis_client, point.value))
+        successor = asyncio.create_task(start_of_the_second_attempt(redis_client, point.value))
         assert await holder.wait() == -signal.SIGKILL
         died_at = time.monotonic()
-        return await heir - died_at
+        return await successor - died_at
 
     seconds = await asyncio.gather(*map(taken_over, RENEWALS))
 
@@ -98,24 +96,26 @@ async def test_of_a_process_that_dies_around_a_renewal_the_work_is_taken_over_wi
     assert min(seconds) > 0
 
 
-async def begun_by_the_next(client: Redis, name: str) -> float:
-    """When the second attempt begins, by the monotonic clock."""
+async def start_of_the_second_attempt(client: Redis, name: str) -> float:
+    """Return the time of the monotonic clock at which the second attempt starts."""
     manager = manager_of(client, LEASE, CrashPlan())
 
     async def charge(attempt: Attempt) -> float:
         assert attempt.number == 2
         return time.monotonic()
 
-    began: float = await manager.run_work(
+    started_at: float = await manager.run_work(
         Work(Key.of(name)), charge, returns=charge, wait_timeout=timedelta(seconds=60)
     )
     await manager.close()
-    return began
+    return started_at
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_lease_is_taken_beside_one_that_is_due_now(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    """Found by trial 41: uvloop gives no `TimerHandle` for what is due within half a millisecond."""
+def test_a_lease_can_be_held_while_another_renewal_is_due(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """Regression test: uvloop returns no `TimerHandle` for calls that are due within half a millisecond."""
 
     async def main() -> None:
         manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="billing")
@@ -139,8 +139,8 @@ async def _never() -> Reserved | None:
     return None
 
 
-def test_eleven_trials_in_a_row_have_each_point_once() -> None:
+def test_eleven_consecutive_trials_cover_each_point_once() -> None:
     for first in (0, 11, 4994):
-        row = [point for number in range(first, first + 11) for point in points.points_of(number)]
+        covered = [point for number in range(first, first + 11) for point in points.points_of(number)]
 
-        assert sorted(point.value for point in row) == sorted(point.value for point in points.POINTS)
+        assert sorted(point.value for point in covered) == sorted(point.value for point in points.POINTS)

@@ -1,7 +1,7 @@
-"""A DynamoDB that stands still, throttles, or has lost its table, under a worker.
+"""Workers whose DynamoDB stalls, throttles or has lost its table.
 
-The broker is in memory (see `tests.support.redis_shop`); DynamoDB Local, driver, store and worker are real.  What
-throttles is a server of our own before it.
+The broker is in memory (see `tests.support.redis_shop`); DynamoDB Local, driver, store and worker are real.  Throttling
+is simulated by a server in front of DynamoDB Local.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def test_a_worker_handles_each_event_once_and_answers_duplicates_from_the_
 
 
 @pytest.mark.scenario(41, 43)
-async def test_a_dynamodb_that_stands_still_costs_no_attempt_and_work_resumes(
+async def test_a_dynamodb_stall_costs_no_attempt_and_work_resumes(
     store: DynamoIdempotencyRepository, effects: Effects, proxy: FaultProxy
 ) -> None:
     async with open_redis_shop(effects, store, behave=briefly) as shop:
@@ -70,7 +70,7 @@ async def test_a_dynamodb_that_stands_still_costs_no_attempt_and_work_resumes(
 
 
 @pytest.mark.scenario(57)
-async def test_throttling_makes_all_wait_and_costs_no_attempt(
+async def test_throttling_pauses_work_and_costs_no_attempt(
     store: DynamoIdempotencyRepository, effects: Effects, front: DynamoFront
 ) -> None:
     async with open_redis_shop(effects, store, behave=briefly) as shop:
@@ -88,7 +88,7 @@ async def test_throttling_makes_all_wait_and_costs_no_attempt(
 
 
 @pytest.mark.scenario(57)
-async def test_answers_that_are_lost_repeat_no_effect(
+async def test_lost_responses_of_dynamodb_repeat_no_effect(
     store: DynamoIdempotencyRepository, effects: Effects, proxy: FaultProxy
 ) -> None:
     lost = [proxy.put(Cut(matching=verb, every=4, times=None)) for verb in (b".PutItem", b".UpdateItem")]
@@ -102,7 +102,7 @@ async def test_answers_that_are_lost_repeat_no_effect(
 
 
 @pytest.mark.scenario(46)
-async def test_a_table_that_was_made_anew_is_noticed_and_counted(
+async def test_a_recreated_table_is_detected_and_counted(
     store: DynamoIdempotencyRepository, effects: Effects, table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("integr8s_idem.worker.store_circuit.WATCH_SECONDS", 0.3)

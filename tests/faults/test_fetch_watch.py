@@ -1,6 +1,6 @@
-"""A client library that fetches no more, and does not say so (A5).
+"""Kafka clients that silently stop fetching.
 
-The broker is in memory, but for the tests that are marked kafka: these have a real one.
+The broker is in memory, except in the tests that are marked kafka.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poller, "WATCH_SECONDS", 0.1)
 
 
-class DeafConsumer(FakeConsumer):
-    """Its fetching has died: polls end in good order, and bring nothing."""
+class StuckConsumer(FakeConsumer):
+    """A consumer that has stopped fetching: polls succeed but return nothing."""
 
     async def getmany(self, *partitions: Any, timeout_ms: int, max_records: int) -> Mapping[Any, Any]:
         await asyncio.sleep(timeout_ms / 1000)
@@ -46,7 +46,7 @@ def client_of(worker: ServiceWorker) -> Consumer:
 
 
 def worker_of(broker: FakeBroker, clients: list[FakeConsumer], charged: list[str]) -> ServiceWorker:
-    """A worker that takes one of these clients after the other."""
+    """Return a worker that uses one of these clients after the other."""
     router = EventRouter()
 
     @router.on(OrderPlaced)
@@ -63,10 +63,10 @@ def worker_of(broker: FakeBroker, clients: list[FakeConsumer], charged: list[str
     )
 
 
-async def test_a_client_that_brings_nothing_although_the_broker_has_something_is_replaced() -> None:
+async def test_a_client_that_stops_fetching_is_replaced() -> None:
     broker, charged = FakeBroker(), list[str]()
     broker.publish(OrderPlaced(order_id="1"))
-    worker = worker_of(broker, [DeafConsumer(broker), DeafConsumer(broker), FakeConsumer(broker)], charged)
+    worker = worker_of(broker, [StuckConsumer(broker), StuckConsumer(broker), FakeConsumer(broker)], charged)
     running = asyncio.create_task(worker.run())
 
     await eventually(lambda: charged)
@@ -76,20 +76,20 @@ async def test_a_client_that_brings_nothing_although_the_broker_has_something_is
     assert charged == ["1"]
 
 
-async def test_a_service_whose_clients_bring_nothing_gives_up_and_says_so() -> None:
+async def test_a_service_fails_when_replaced_clients_do_not_fetch_either() -> None:
     broker = FakeBroker()
     broker.publish(OrderPlaced(order_id="1"))
-    clients: list[FakeConsumer] = [DeafConsumer(broker) for _ in range(5)]
+    clients: list[FakeConsumer] = [StuckConsumer(broker) for _ in range(5)]
     worker = worker_of(broker, clients, [])
 
     with pytest.raises(KafkaError, match=r"no messages received for .* order_placed\[0\] has messages from 0 to 1"):
         await asyncio.wait_for(worker.run(), 60)
 
-    assert len(clients) == 1  # the first one and three new ones were taken
+    assert len(clients) == 1  # four were used: the first one and three replacements
     assert not worker.health().live
 
 
-async def test_a_client_with_nothing_to_bring_is_left_alone() -> None:
+async def test_an_idle_client_is_not_replaced() -> None:
     broker, charged = FakeBroker(), list[str]()
     broker.publish(OrderPlaced(order_id="1"))
     clients = [FakeConsumer(broker)]
@@ -97,7 +97,7 @@ async def test_a_client_with_nothing_to_bring_is_left_alone() -> None:
     running = asyncio.create_task(worker.run())
     await eventually(lambda: charged)
 
-    await asyncio.sleep(2)  # four times the patience: a second client would fail the test
+    await asyncio.sleep(2)  # four times PATIENCE; a second client does not exist
     worker.stop()
     await running
 
@@ -105,7 +105,7 @@ async def test_a_client_with_nothing_to_bring_is_left_alone() -> None:
 
 
 @pytest.mark.kafka
-async def test_a_fetch_task_that_died_in_silence_is_noticed_on_a_real_broker() -> None:
+async def test_a_dead_fetch_task_is_detected_on_a_real_broker() -> None:
     need_kafka()
     async with open_workload(servers.kafka()) as workload:
         member = await workload.join()
@@ -124,27 +124,27 @@ async def test_a_fetch_task_that_died_in_silence_is_noticed_on_a_real_broker() -
 
 @pytest.mark.kafka
 @pytest.mark.scenario(72)
-async def test_transaction_markers_and_aborted_batches_hold_up_neither_offsets_nor_the_watch() -> None:
+async def test_transaction_markers_and_aborted_batches_block_neither_offsets_nor_the_fetch_watch() -> None:
     need_kafka()
     async with open_workload(servers.kafka(), partitions=1) as workload:
         member = await workload.join()
         await eventually(lambda: member.worker.health().ready)
         await workload.publish_round()
-        await in_transactions(workload)
+        await publish_in_transactions(workload)
         await workload.all_settled()
         client = client_of(member.worker)
 
-        await asyncio.sleep(2)  # four times the patience, behind the markers
+        await asyncio.sleep(2)  # four times PATIENCE, at a position after the markers
         await workload.publish_round()
         await workload.all_settled()
 
         assert client_of(member.worker) is client
-        assert member.tally.dead_letters == 0  # what was aborted was never seen
+        assert member.tally.dead_letters == 0  # aborted messages were never seen
         await workload.judge()
 
 
-async def in_transactions(workload: Workload) -> None:
-    """Two transactions with junk: one is aborted, one holds nothing that counts here."""
+async def publish_in_transactions(workload: Workload) -> None:
+    """Publish two aborted transactions, and one that commits only an offset of another group."""
     producer: Any = AIOKafkaProducer(
         bootstrap_servers=workload.settings.bootstrap_servers, transactional_id=workload.group
     )
@@ -159,7 +159,7 @@ async def in_transactions(workload: Workload) -> None:
                 {TopicPartition(workload.topic, 0): 0}, f"{workload.group}.other"
             )
         await producer.begin_transaction()
-        await producer.send_and_wait(workload.topic, b"aborted as well", partition=0)
+        await producer.send_and_wait(workload.topic, b"aborted, too", partition=0)
         await producer.abort_transaction()
     finally:
         await producer.stop()

@@ -1,4 +1,4 @@
-"""What the simulation has found in the library, each as small as it can be.
+"""Minimal regression tests for bugs that the simulation has found.
 
 Broker and store are in memory.
 """
@@ -30,10 +30,10 @@ class OrderPlaced(BaseEvent):
 
 @pytest.mark.scenario(66)
 @virtual_time
-async def test_a_poll_that_fails_right_after_a_rebalance_loses_nothing_of_what_it_had_taken() -> None:
-    """`getmany` waits for a rebalance: its partitions are new to the worker when it raises."""
+async def test_a_poll_that_fails_after_a_rebalance_loses_no_fetched_message() -> None:
+    """`getmany` can wait for a rebalance, so that its partitions are new to the worker when it raises an error."""
     broker, runs = FakeBroker(), list[str]()
-    given = asyncio.Event()
+    failed = asyncio.Event()
     router = EventRouter()
 
     @router.on(OrderPlaced)
@@ -43,18 +43,18 @@ async def test_a_poll_that_fails_right_after_a_rebalance_loses_nothing_of_what_i
     async with running(EventDispatcher(router), broker) as worker:
         fetch = worker.consumer.getmany
 
-        async def getmany(*only: Any, **told: Any) -> Mapping[Any, Sequence[Any]]:
-            if given.is_set():
-                return await fetch(*only, **told)
+        async def getmany(*partitions: Any, **options: Any) -> Mapping[Any, Sequence[Any]]:
+            if failed.is_set():
+                return await fetch(*partitions, **options)
             for number in range(3):
                 broker.publish(OrderPlaced(order_id=str(number)))
             await worker.consumer.give([TOPIC])
-            taken = await fetch(*only, **told)
-            given.set()
-            raise RequestTimedOutError if taken else AssertionError
+            fetched = await fetch(*partitions, **options)
+            failed.set()
+            raise RequestTimedOutError if fetched else AssertionError
 
         worker.consumer.getmany = getmany  # type: ignore[method-assign]  # the moment under test
-        await worker.until(given.is_set)
+        await worker.until(failed.is_set)
         broker.publish(OrderPlaced(order_id="later"))
         await worker.until(lambda: broker.committed.get(TOPIC) == 4)
 
@@ -62,9 +62,9 @@ async def test_a_poll_that_fails_right_after_a_rebalance_loses_nothing_of_what_i
 
 
 @virtual_time
-async def test_a_poll_that_fails_right_after_a_rebalance_while_the_worker_stops_loses_nothing() -> None:
-    """The client is given up, but nobody listens: the worker is leaving anyway, and polls on until it has left."""
-    broker, given, other = FakeBroker(), asyncio.Event(), Partition("order_placed", 1)
+async def test_a_poll_that_fails_after_a_rebalance_while_the_worker_stops_loses_nothing() -> None:
+    """A stopping worker ignores that its client was given up, and continues to poll until it has stopped."""
+    broker, failed, other = FakeBroker(), asyncio.Event(), Partition("order_placed", 1)
     runs = list[str]()
     router = EventRouter()
     broker.publish(OrderPlaced(order_id="slow"))
@@ -78,26 +78,26 @@ async def test_a_poll_that_fails_right_after_a_rebalance_while_the_worker_stops_
         await worker.until(lambda: runs == ["slow"])
         fetch = worker.consumer.getmany
 
-        async def getmany(*only: Any, **told: Any) -> Mapping[Any, Sequence[Any]]:
-            if not given.is_set():
-                given.set()
+        async def getmany(*partitions: Any, **options: Any) -> Mapping[Any, Sequence[Any]]:
+            if not failed.is_set():
+                failed.set()
                 broker.publish(OrderPlaced(order_id="1"), partition=1)
                 await worker.consumer.give([other])
-                await fetch(*only, **told)
+                await fetch(*partitions, **options)
                 broker.publish(OrderPlaced(order_id="2"), partition=1)
                 raise RequestTimedOutError
-            return await fetch(*only, **told)
+            return await fetch(*partitions, **options)
 
         worker.worker.stop()
         worker.consumer.getmany = getmany  # type: ignore[method-assign]  # the moment under test
 
-    assert given.is_set()
+    assert failed.is_set()
     assert broker.committed.get(other, 0) == 0 or "1" in runs
 
 
 @virtual_time
-async def test_a_worker_whose_client_was_replaced_under_load_fetches_on() -> None:
-    """What waited in its lanes is let go with the old client; if it still counted, the limit would hold for ever."""
+async def test_a_worker_continues_to_fetch_after_its_client_was_replaced_under_load() -> None:
+    """Messages in its lanes are dropped with the old client, and must not count towards the limit any more."""
     broker, runs = FakeBroker(), list[str]()
     router = EventRouter()
     broker.publish(*(OrderPlaced(order_id=str(number)) for number in range(3)))

@@ -1,6 +1,6 @@
-"""Replays on purpose: handled anew, once per generation, by those who are meant, with the history readable.
+"""Replays of dead letters: handled once per generation by the handlers they are for, with a readable history.
 
-Broker and store are in memory, but for the tests that are marked kafka, on real servers, and one on a real Redis.
+Broker and store are in memory, except in the tests that are marked kafka and in one with a real Redis.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OrderPaid(BaseEvent):
     event_type: Literal["order_paid"] = "order_paid"
 
 
-class Till:
+class Billing:
     """A service with handlers that fail until they are fixed."""
 
     def __init__(self, *handlers: str, attempts: int = 1) -> None:
@@ -73,88 +73,88 @@ class Till:
         return KeyResolver().resolve(handler, event).key
 
 
-def replay(broker: FakeBroker, letter: FakeRecord) -> None:
-    """What `examples.replay_dead_letters` does."""
-    topic, key, value, headers = replay_of(letter, SIGNED)
+def replay(broker: FakeBroker, dead_letter: FakeRecord) -> None:
+    """Replay a dead letter like `examples.replay_dead_letters`."""
+    topic, key, value, headers = replay_of(dead_letter, SIGNED)
     broker.put(topic, value, key=key, headers=headers)
 
 
-def told(record: FakeRecord) -> dict[str, bytes]:
+def dlq_headers(record: FakeRecord) -> dict[str, bytes]:
     return {name.removeprefix("idempotency-dlq-"): text for name, text in record.headers}
 
 
 @virtual_time
-async def test_a_replayed_dead_letter_is_handled_and_the_history_tells_both_generations() -> None:
-    broker, till, event = FakeBroker(), Till(), OrderPlaced()
-    till.broken.add("charge")
+async def test_a_replayed_dead_letter_is_handled_and_the_history_contains_both_generations() -> None:
+    broker, billing, event = FakeBroker(), Billing(), OrderPlaced()
+    billing.broken.add("charge")
     broker.publish(event)
 
-    async with running(till.dispatcher, broker, replay=SIGNED.replay) as worker:
+    async with running(billing.dispatcher, broker, replay=SIGNED.replay) as worker:
         await worker.until(lambda: len(broker.values(DEAD)) == 1)
-        till.broken.clear()
+        billing.broken.clear()
         replay(broker, broker.values(DEAD)[0])
         await worker.until(lambda: broker.committed.get(TOPIC) == 2)
 
-    history = await till.here.manager.history(till.key(event))
+    history = await billing.here.manager.history(billing.key(event))
     assert {generation: record.status.value for generation, record in history.items()} == {0: "failed", 1: "completed"}
     assert "no answer from the bank" in history[0].error
-    assert till.runs == ["charge", "charge"]
+    assert billing.runs == ["charge", "charge"]
 
 
 @virtual_time
-async def test_one_dead_letter_replayed_by_two_people_is_handled_once() -> None:
-    broker, till = FakeBroker(), Till()
-    till.broken.add("charge")
+async def test_a_dead_letter_that_is_replayed_twice_is_handled_once() -> None:
+    broker, billing = FakeBroker(), Billing()
+    billing.broken.add("charge")
     broker.publish(OrderPlaced())
 
-    async with running(till.dispatcher, broker, replay=SIGNED.replay, ordering="none") as worker:
+    async with running(billing.dispatcher, broker, replay=SIGNED.replay, ordering="none") as worker:
         await worker.until(lambda: len(broker.values(DEAD)) == 1)
-        till.broken.clear()
+        billing.broken.clear()
         for _ in range(2):
             replay(broker, broker.values(DEAD)[0])
         await worker.until(lambda: broker.committed.get(TOPIC) == 3)
 
-    assert till.runs == ["charge"] * 2
+    assert billing.runs == ["charge"] * 2
     assert worker.worker.report().tally.duplicates == 1
 
 
 @virtual_time
 async def test_a_replay_that_fails_is_dead_lettered_with_its_generation_and_can_be_replayed_again() -> None:
-    broker, till, event = FakeBroker(), Till(attempts=2), OrderPlaced()
-    till.broken.add("charge")
+    broker, billing, event = FakeBroker(), Billing(attempts=2), OrderPlaced()
+    billing.broken.add("charge")
     broker.publish(event)
 
-    async with running(till.dispatcher, broker, replay=SIGNED.replay) as worker:
+    async with running(billing.dispatcher, broker, replay=SIGNED.replay) as worker:
         for generation in range(3):
             await worker.until(lambda g=generation: len(broker.values(DEAD)) == g + 1)  # type: ignore[misc]
             replay(broker, broker.values(DEAD)[-1])
         await worker.until(lambda: len(broker.values(DEAD)) == 4)
 
-    letters = broker.values(DEAD)
-    assert [told(letter)["generation"] for letter in letters] == [b"0", b"1", b"2", b"3"]
-    assert [told(letter)["attempts"] for letter in letters] == [b"2"] * 4
-    assert list(await till.here.manager.history(till.key(event))) == [0, 1, 2, 3]
+    dead_letters = broker.values(DEAD)
+    assert [dlq_headers(dead_letter)["generation"] for dead_letter in dead_letters] == [b"0", b"1", b"2", b"3"]
+    assert [dlq_headers(dead_letter)["attempts"] for dead_letter in dead_letters] == [b"2"] * 4
+    assert list(await billing.here.manager.history(billing.key(event))) == [0, 1, 2, 3]
 
 
 @virtual_time
-async def test_a_replay_runs_the_handler_that_failed_and_not_those_that_succeeded() -> None:
-    broker, till = FakeBroker(), Till("charge", "mail")
-    till.broken.add("mail")
+async def test_a_replay_runs_only_the_handler_that_failed() -> None:
+    broker, billing = FakeBroker(), Billing("charge", "mail")
+    billing.broken.add("mail")
     broker.publish(OrderPlaced())
 
-    async with running(till.dispatcher, broker, replay=SIGNED.replay) as worker:
+    async with running(billing.dispatcher, broker, replay=SIGNED.replay) as worker:
         await worker.until(lambda: len(broker.values(DEAD)) == 1)
-        till.broken.clear()
+        billing.broken.clear()
         replay(broker, broker.values(DEAD)[0])
         await worker.until(lambda: broker.committed.get(TOPIC) == 2)
 
-    assert sorted(till.runs) == ["charge", "mail", "mail"]
+    assert sorted(billing.runs) == ["charge", "mail", "mail"]
 
 
 @pytest.mark.parametrize("guard", [True, False])
 @virtual_time
-async def test_a_replay_for_one_service_is_passed_by_in_another(guard: bool) -> None:
-    broker, till = FakeBroker(), Till()
+async def test_a_replay_for_one_service_is_skipped_by_another(guard: bool) -> None:
+    broker, billing = FakeBroker(), Billing()
     broker.publish(OrderPlaced())
     (sent,) = broker.values("order_placed")
     headers = [
@@ -164,36 +164,36 @@ async def test_a_replay_for_one_service_is_passed_by_in_another(guard: bool) -> 
         ("idempotency-dlq-handler", b"charge"),
     ]
     replay(broker, FakeRecord(DEAD, 0, 0, None, sent.value, headers))
-    replay(broker, FakeRecord(DEAD, 0, 1, None, b"shipping could not read it", headers[:3]))
+    replay(broker, FakeRecord(DEAD, 0, 1, None, b"unreadable for shipping", headers[:3]))
 
     async with running(
-        till.dispatcher if guard else EventDispatcher(till.router), broker, replay=SIGNED.replay
+        billing.dispatcher if guard else EventDispatcher(billing.router), broker, replay=SIGNED.replay
     ) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 3)
 
-    assert till.runs == ["charge"]
+    assert billing.runs == ["charge"]
     assert broker.values(DEAD) == []
 
 
 @virtual_time
-async def test_a_replay_for_a_handler_that_is_gone_is_dead_lettered_and_not_lost() -> None:
-    broker, till, renamed = FakeBroker(), Till("charge"), Till("collect")
-    till.broken.add("charge")
+async def test_a_replay_for_a_removed_handler_is_dead_lettered() -> None:
+    broker, billing, renamed = FakeBroker(), Billing("charge"), Billing("collect")
+    billing.broken.add("charge")
     broker.publish(OrderPlaced())
-    async with running(till.dispatcher, broker, replay=SIGNED.replay) as worker:
+    async with running(billing.dispatcher, broker, replay=SIGNED.replay) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
     replay(broker, broker.values(DEAD)[0])
     async with running(renamed.dispatcher, broker, replay=SIGNED.replay) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 2)
 
-    assert told(broker.values(DEAD)[-1])["reason"] == b"no_handler"
+    assert dlq_headers(broker.values(DEAD)[-1])["reason"] == b"no_handler"
     assert renamed.runs == []
 
 
 @pytest.mark.parametrize("guard", [True, False])
 @virtual_time
-async def test_what_a_replay_publishes_has_ids_of_its_own_so_that_the_next_service_handles_it_too(guard: bool) -> None:
+async def test_events_published_by_a_replay_have_new_ids_so_that_the_next_service_handles_them(guard: bool) -> None:
     broker, here, router = FakeBroker(), guarded(), EventRouter()
 
     @router.on(OrderPlaced)
@@ -221,7 +221,7 @@ async def test_what_a_replay_publishes_has_ids_of_its_own_so_that_the_next_servi
 
 @pytest.mark.parametrize("guard", [True, False])
 @virtual_time
-async def test_a_key_for_a_payment_company_is_the_same_in_all_generations_unless_a_handler_says_otherwise(
+async def test_a_derived_key_is_the_same_in_all_generations_unless_the_handler_includes_the_generation(
     guard: bool,
 ) -> None:
     broker, here, router, keys = FakeBroker(), guarded(hash_keys=True), EventRouter(), list[tuple[str, str]]()
@@ -229,7 +229,7 @@ async def test_a_key_for_a_payment_company_is_the_same_in_all_generations_unless
     @router.on(OrderPlaced)
     async def charge(event: OrderPlaced) -> None: ...
 
-    async def noting(handler: RegisteredHandler, call: HandlerCall) -> None:
+    async def record_keys(handler: RegisteredHandler, call: HandlerCall) -> None:
         attempt = call.attempt
         keys.append((attempt.key_for("charge"), attempt.key_for(f"charge-{attempt.generation}")))
 
@@ -237,20 +237,20 @@ async def test_a_key_for_a_payment_company_is_the_same_in_all_generations_unless
     for generation in (b"0", b"1"):
         broker.put("order_placed", encode_event(event), headers=[("idempotency-generation", generation)])
     dispatcher = (
-        IdempotentEventDispatcher(router, here.manager, invoke=noting)
+        IdempotentEventDispatcher(router, here.manager, invoke=record_keys)
         if guard
-        else EventDispatcher(router, invoke=noting)
+        else EventDispatcher(router, invoke=record_keys)
     )
     async with running(dispatcher, broker, replay=TRUSTED) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 2)
 
-    (first, first_of_its_own), (again, again_of_its_own) = keys
-    assert first == again
-    assert first_of_its_own != again_of_its_own
+    (first, first_with_generation), (second, second_with_generation) = keys
+    assert first == second
+    assert first_with_generation != second_with_generation
 
 
 @virtual_time
-async def test_the_history_of_any_key_holds_what_the_store_still_has() -> None:
+async def test_the_history_contains_the_records_that_have_not_expired() -> None:
     here, key = guarded(default_ttl_seconds=60), Key.of("order:1")
     for generation in (0, 1, 999):
         await asyncio.sleep(25)
@@ -263,7 +263,7 @@ async def test_the_history_of_any_key_holds_what_the_store_still_has() -> None:
 
 
 @pytest.mark.parametrize("hash_keys", [False, True])
-async def test_a_history_is_read_from_redis_where_keys_are_hashed_too(redis_client: Redis, hash_keys: bool) -> None:
+async def test_a_history_is_read_from_redis_with_hashed_keys(redis_client: Redis, hash_keys: bool) -> None:
     store = RedisIdempotencyRepository(redis_client)
     manager = IdempotencyManager(IdempotencyConfig(hash_keys=hash_keys), store, scope="billing")
     for generation in (0, 2):
@@ -282,7 +282,7 @@ async def shop(kafka: Kafka, topic_prefix: str, redis_url: str) -> AsyncIterator
 
 
 def charging(shop: Shop, broken: set[str]) -> EventRouter:
-    """A router whose handler fails for the orders that are `broken`."""
+    """Return a router whose handler fails for the orders in `broken`."""
     router = EventRouter()
 
     @router.on(RealOrder)
@@ -295,22 +295,22 @@ def charging(shop: Shop, broken: set[str]) -> EventRouter:
 
 
 @pytest.mark.kafka
-async def test_on_real_servers_a_dead_letter_replayed_twice_is_handled_once_more(shop: Shop) -> None:
+async def test_a_dead_letter_replayed_twice_on_real_servers_is_handled_once_more(shop: Shop) -> None:
     broken = {"1"}
     worker = await shop.worker(charging(shop, broken), max_attempts=1)
     events = orders(3)
     await shop.publisher.publish(*events)
     await worker.idle(settled=3)
-    [letter] = await shop.messages(f"{shop.topic}.dlq", 1)
+    [dead_letter] = await shop.messages(f"{shop.topic}.dlq", 1)
 
     broken.clear()
     for _ in range(2):
-        await shop.publisher.send(*replay_of(letter, SIGNED))
+        await shop.publisher.send(*replay_of(dead_letter, SIGNED))
     await worker.idle(settled=5)
 
-    history = await worker.manager.history_of(record_key_of(letter))
+    history = await worker.manager.history_of(record_key_of(dead_letter))
     by_name = await worker.manager.history(KeyResolver().resolve("charge", events[1]).key)
-    # Redis tells how long a record has left to live: read twice, its end may differ by a millisecond.
+    # Redis returns the remaining ttl of a record: two reads may differ by a millisecond.
     assert [(record.key, record.fence) for record in history.values()] == [
         (record.key, record.fence) for record in by_name.values()
     ]
@@ -319,15 +319,15 @@ async def test_on_real_servers_a_dead_letter_replayed_twice_is_handled_once_more
         1: IdempotencyStatus.COMPLETED,
     }
     assert shop.charged == ["0", "1", "2", "1"]
-    assert header(letter, "generation") == "0"
+    assert header(dead_letter, "generation") == "0"
 
 
 @pytest.mark.kafka
 @pytest.mark.scenario(15)
-async def test_a_whole_topic_played_again_runs_nothing_within_the_ttl_and_everything_after_it(shop: Shop) -> None:
+async def test_a_topic_consumed_again_runs_nothing_within_the_ttl_and_everything_after_it(shop: Shop) -> None:
     events = orders(50)
     await shop.publisher.publish(*events)
-    for group in ("first", "again", "later"):  # a group without offsets reads from the beginning
+    for group in ("first", "repeat", "later"):  # a group without offsets reads from the beginning
         shop.group = group
         if group == "later":
             async with Redis.from_url(shop.redis_url) as client:
@@ -336,7 +336,7 @@ async def test_a_whole_topic_played_again_runs_nothing_within_the_ttl_and_everyt
         await worker.idle(settled=50)
         await worker.stop()
 
-        expected = {"first": (50, 0), "again": (0, 50), "later": (50, 0)}[group]
+        expected = {"first": (50, 0), "repeat": (0, 50), "later": (50, 0)}[group]
         assert (worker.tally.handled, worker.tally.duplicates) == expected
 
     assert sorted(shop.charged) == sorted(2 * [event.order_id for event in events])

@@ -1,4 +1,4 @@
-"""The campaign `fuzz`, reduced; and that it finds what it is for."""
+"""A small part of the `fuzz` campaign, and bugs that it must find."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fuzz.campaign import CAMPAIGN
 
 
 @pytest.mark.scenario(81, 82, 83, 85, 86, 88, 91, 92, 94, 95, 96)
-def test_no_input_of_the_campaign_breaks_a_promise() -> None:
+def test_no_fuzzed_input_breaks_a_promise() -> None:
     figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
 
     assert figures["inputs"] == CAMPAIGN.in_test
@@ -31,7 +31,7 @@ def test_no_input_of_the_campaign_breaks_a_promise() -> None:
         assert figures[kind] > 20, kind
 
 
-def test_an_input_is_the_same_whenever_its_number_comes() -> None:
+def test_a_fuzzed_input_is_determined_by_its_number() -> None:
     assert CAMPAIGN.run(300, 60) == CAMPAIGN.run(300, 60)
 
 
@@ -40,7 +40,7 @@ def too_deep(message: object, file: object) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("target", "module", "name", "broken", "shows"),
+    ("target", "module", "name", "broken", "error"),
     [
         (events.decoded, wire, "_STRICT_JSON", json.JSONDecoder(), AssertionError),
         (key_fuzz.keyed, keys, "escaped", lambda component, **_: component, AssertionError),
@@ -52,22 +52,32 @@ def too_deep(message: object, file: object) -> tuple[str, str]:
         (settings.configured, loading, "_syntax", too_deep, RecursionError),
         (settings.configured, urls, "without_secret", lambda url: url, AssertionError),
     ],
-    ids=["names twice", "unescaped", "unbounded", "no canon", "no checks", "type", "raw text", "traceback", "secret"],
+    ids=[
+        "duplicate names",
+        "unescaped",
+        "unbounded",
+        "not canonical",
+        "no checksums",
+        "wrong error",
+        "raw text",
+        "traceback",
+        "secret",
+    ],
 )
-def test_a_promise_broken_on_purpose_is_found_within_300_inputs(
+def test_an_injected_bug_is_found_within_300_inputs(
     monkeypatch: pytest.MonkeyPatch,
     target: Callable[[Random], Figures],
     module: Any,
     name: str,
     broken: object,
-    shows: type[Exception],
+    error: type[Exception],
 ) -> None:
     monkeypatch.setattr(module, name, broken)
 
-    with pytest.raises(shows):
-        all_of(target, 300)
+    with pytest.raises(error):
+        run_all(target, 300)
 
 
-def all_of(target: Callable[[Random], Figures], count: int) -> None:
+def run_all(target: Callable[[Random], Figures], count: int) -> None:
     for number in range(count):
         target(Random(number))

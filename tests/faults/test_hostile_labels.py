@@ -1,6 +1,6 @@
-"""Names from outside as labels, keys and patterns: bounded in number, length and time; personal data stays inside.
+"""Untrusted names in labels and keys: bounded in number, length and time; personal data is not leaked.
 
-Broker and store are in memory, but for the keys that a real Redis is to keep apart.
+Broker and store are in memory, except in the test of colliding keys, which uses a real Redis.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OrderPlaced(BaseEvent):
 
 
 def labels_of(registry: CollectorRegistry) -> dict[str, set[str]]:
-    """The values of each label in the text that a scrape gets."""
+    """Return the values of each label in the output of a scrape."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
@@ -53,7 +53,7 @@ def labels_of(registry: CollectorRegistry) -> dict[str, set[str]]:
 
 
 @pytest.mark.scenario(109)
-def test_hostile_event_types_topics_and_reasons_make_a_bounded_number_of_series() -> None:
+def test_hostile_event_types_topics_and_reasons_create_a_bounded_number_of_series() -> None:
     registry, source = CollectorRegistry(), random.Random(1)
     observer = PrometheusObserver("billing", registry)
 
@@ -73,7 +73,7 @@ def test_hostile_event_types_topics_and_reasons_make_a_bounded_number_of_series(
 
 @pytest.mark.scenario(109)
 @virtual_time
-async def test_messages_of_two_thousand_unknown_types_add_no_series() -> None:
+async def test_two_thousand_unknown_event_types_add_no_series() -> None:
     registry, broker, router = CollectorRegistry(), FakeBroker(), EventRouter()
     manager = IdempotencyManager(
         IdempotencyConfig(), virtual_store(), PrometheusObserver("billing", registry), scope="billing"
@@ -94,7 +94,7 @@ async def test_messages_of_two_thousand_unknown_types_add_no_series() -> None:
 
 @pytest.mark.scenario(110)
 @pytest.mark.parametrize("piece", ["a", "a.", "%", ":", "\0", "😀", "\ud800", "*", "[", "a-"])
-def test_a_key_of_very_many_pieces_is_made_in_bounded_time(piece: str) -> None:
+def test_a_key_of_many_pieces_is_built_in_bounded_time(piece: str) -> None:
     began = time.thread_time()
     space = KeySpace("idempotency", piece * 200_000)
     full = space.full(Key.of_event(piece * 200_000, "t", "id", piece * 200_000))
@@ -105,7 +105,7 @@ def test_a_key_of_very_many_pieces_is_made_in_bounded_time(piece: str) -> None:
 
 @pytest.mark.scenario(106)
 @virtual_time
-async def test_hashed_keys_keep_a_person_out_of_store_logs_spans_metrics_and_headers(
+async def test_hashed_keys_keep_personal_data_out_of_store_logs_spans_metrics_and_headers(
     caplog: pytest.LogCaptureFixture, telemetry: Telemetry
 ) -> None:
     store = virtual_store()
@@ -116,7 +116,7 @@ async def test_hashed_keys_keep_a_person_out_of_store_logs_spans_metrics_and_hea
 
     @router.on(OrderPlaced)
     async def handle(event: OrderPlaced) -> None:
-        raise ConnectionError("the bank is away")
+        raise ConnectionError("the bank is unreachable")
 
     broker.publish(OrderPlaced(customer=PERSON))
     resolver = KeyResolver(KeyStrategy.CUSTOM, custom=lambda event: str(getattr(event, "customer", "")))
@@ -124,23 +124,23 @@ async def test_hashed_keys_keep_a_person_out_of_store_logs_spans_metrics_and_hea
     async with running(IdempotentEventDispatcher(router, manager, resolver=resolver), broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    (letter,) = broker.values("order_placed.dlq")
+    (dead_letter,) = broker.values("order_placed.dlq")
     (record,) = [record async for record in store.scan("")]
-    told = {
+    output = {
         "log": caplog.text,
-        "dead letter": repr(letter.headers),
+        "dead letter": repr(dead_letter.headers),
         "record": repr(record),
-        **telemetry.told(),
+        **telemetry.output(),
     }
-    assert [name for name, text in told.items() if "canary" in text] == []
-    # People find the record by what they are told.
+    assert [name for name, text in output.items() if "canary" in text] == []
+    # The record can be found with the digest from the log and the dead letter.
     digest = record.key.removeprefix(manager.space.root)
-    assert digest in told["log"]
-    assert digest in told["dead letter"]
+    assert digest in output["log"]
+    assert digest in output["dead letter"]
 
 
 @pytest.mark.scenario(86)
-async def test_hostile_keys_are_kept_apart_by_a_real_redis(redis_client: Redis) -> None:
+async def test_hostile_keys_do_not_collide_on_a_real_redis(redis_client: Redis) -> None:
     store, source = RedisIdempotencyRepository(redis_client), random.Random(2)
     names = {text(source, 6) or "x" for _ in range(500)}
     manager = IdempotencyManager(IdempotencyConfig(), store, scope="billing")

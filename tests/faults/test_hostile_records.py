@@ -1,6 +1,6 @@
-"""Records that are damaged, older, newer or somebody else's, on a real Redis: never run over, never laundered.
+"""Records that are damaged, older, newer or foreign, on a real Redis: never overwritten, never treated as valid.
 
-The broker of the last test is in memory.
+The last test uses a broker in memory.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tests.support.stored import flips, settled_earlier, unchecked
 
 LEASE = timedelta(seconds=30)
 TTL = timedelta(hours=1)
-BEHIND_FINGERPRINT = 38
-BEHIND_TRACE_CHECK = 66
-"""Offsets in a record that has both."""
+AFTER_FINGERPRINT = 38
+AFTER_TRACE_CHECKSUM = 66
+"""Offsets in a record that has both fields."""
 FOREIGN = [b"", b"{}", b'{"status": "completed", "result": 1}', b"\x80\x04N.", b"1", b"\0" * 60, b"\xff" * 60]
 
 
@@ -53,14 +53,14 @@ def store(redis_client: Redis) -> RedisIdempotencyRepository:
     return RedisIdempotencyRepository(redis_client, timeout=timedelta(seconds=20))
 
 
-def wish(key: str = "k", lease: timedelta = LEASE) -> ReserveRequest:
+def request_for(key: str = "k", lease: timedelta = LEASE) -> ReserveRequest:
     trace = TraceLink(os.urandom(16), os.urandom(8))
     return ReserveRequest(
         key=key, token=os.urandom(16), lease=lease, retention=TTL, fingerprint=b"f" * 16, owner="billing@h", trace=trace
     )
 
 
-async def take(store: RedisIdempotencyRepository, request: ReserveRequest) -> Reserved:
+async def reserve_one(store: RedisIdempotencyRepository, request: ReserveRequest) -> Reserved:
     (verdict,) = await store.reserve([request])
     assert isinstance(verdict, Reserved)
     return verdict
@@ -73,14 +73,14 @@ async def raw_of(client: Redis, key: str = "k") -> bytes:
 
 
 async def spread(client: Redis, records: list[bytes]) -> list[str]:
-    """Each record under a key of its own."""
+    """Write reservation record under its own key, and return the keys."""
     keys = [f"k{number}" for number in range(len(records))]
     await client.mset(dict(zip(keys, records, strict=True)))
     return keys
 
 
 async def put_in_state(store: RedisIdempotencyRepository, state: str) -> None:
-    reserved = await take(store, wish(lease=timedelta(0) if state == "lapsed" else LEASE))
+    reserved = await reserve_one(store, request_for(lease=timedelta(0) if state == "lapsed" else LEASE))
     match state:
         case "released":
             await store.release([reserved])
@@ -92,18 +92,18 @@ async def put_in_state(store: RedisIdempotencyRepository, state: str) -> None:
 
 @pytest.mark.scenario(92, 94)
 @pytest.mark.parametrize("state", ["held", "lapsed", "released", "completed", "failed"])
-async def test_each_flipped_bit_is_corrupt_and_the_record_is_left_as_it_is(
+async def test_a_flipped_bit_is_detected_and_the_record_is_unchanged(
     store: RedisIdempotencyRepository, redis_client: Redis, state: str
 ) -> None:
     await put_in_state(store, state)
     damaged = list(flips(await raw_of(redis_client)))
     keys = await spread(redis_client, damaged)
 
-    verdicts = await store.reserve([wish(key) for key in keys])
+    verdicts = await store.reserve([request_for(key) for key in keys])
 
-    # A takeover replaces all that stands behind the fingerprint: what was damaged there is gone.
-    told = 8 * BEHIND_FINGERPRINT if state in {"lapsed", "released"} else len(verdicts)
-    assert {type(verdict) for verdict in verdicts[:told]} == {Corrupt}
+    # A takeover overwrites everything after the fingerprint, including the damage.
+    detected = 8 * AFTER_FINGERPRINT if state in {"lapsed", "released"} else len(verdicts)
+    assert {type(verdict) for verdict in verdicts[:detected]} == {Corrupt}
     assert all(isinstance(verdict, Corrupt) or is_second_run(verdict) for verdict in verdicts)
     left = await redis_client.mget(keys)
     assert all(
@@ -113,69 +113,79 @@ async def test_each_flipped_bit_is_corrupt_and_the_record_is_left_as_it_is(
 
 @pytest.mark.scenario(92, 94)
 @pytest.mark.parametrize("verb", ["complete", "fail", "renew", "release", "reserve again"])
-async def test_no_write_of_the_owner_puts_a_sound_check_on_a_damaged_record(
+async def test_no_write_of_the_owner_adds_a_valid_checksum_to_a_damaged_record(
     store: RedisIdempotencyRepository, redis_client: Redis, verb: str
 ) -> None:
-    request = wish()
-    reserved = await take(store, request)
+    request = request_for()
+    reserved = await reserve_one(store, request)
     keys = await spread(redis_client, list(flips(await raw_of(redis_client))))
-    ours = [Reserved(key=key, token=reserved.token, attempt=1, fence=reserved.fence, lease=LEASE) for key in keys]
+    reservations = [
+        Reserved(key=key, token=reserved.token, attempt=1, fence=reserved.fence, lease=LEASE) for key in keys
+    ]
     result = StoredResult(b'"receipt"')
 
-    await written(store, verb, ours, request, result)
+    await write(store, verb, reservations, request, result)
 
-    verdicts = await store.reserve([wish(key) for key in keys])
+    verdicts = await store.reserve([request_for(key) for key in keys])
     unharmed = [verdict for verdict in verdicts if not isinstance(verdict, Corrupt)]
     match verb:
         case "complete" | "fail":
-            # The token and the owner, and their check, are not kept: what was damaged there is gone.
-            assert len(verdicts) - len(unharmed) >= 8 * BEHIND_TRACE_CHECK
-            assert all(is_sound(verdict, result) for verdict in unharmed)
+            # Token, owner and their checksum are not kept, nor is damage in them.
+            assert len(verdicts) - len(unharmed) >= 8 * AFTER_TRACE_CHECKSUM
+            assert all(is_valid(verdict, result) for verdict in unharmed)
         case "release":
-            assert len(verdicts) - len(unharmed) >= 8 * BEHIND_FINGERPRINT
+            assert len(verdicts) - len(unharmed) >= 8 * AFTER_FINGERPRINT
             assert all(map(is_second_run, unharmed))
         case _:
             assert unharmed == []
 
 
-async def written(
-    store: RedisIdempotencyRepository, verb: str, ours: list[Reserved], request: ReserveRequest, result: StoredResult
+async def write(
+    store: RedisIdempotencyRepository,
+    verb: str,
+    reservations: list[Reserved],
+    request: ReserveRequest,
+    result: StoredResult,
 ) -> None:
     match verb:
         case "complete":
-            await store.complete([Completion(reservation=each, ttl=TTL, result=result) for each in ours])
+            await store.complete(
+                [Completion(reservation=reservation, ttl=TTL, result=result) for reservation in reservations]
+            )
         case "fail":
-            await store.fail([Failure(reservation=each, ttl=TTL, error="no") for each in ours])
+            await store.fail([Failure(reservation=reservation, ttl=TTL, error="no") for reservation in reservations])
         case "renew":
-            await store.renew(ours, LEASE)
+            await store.renew(reservations, LEASE)
         case "release":
-            await store.release(ours)
+            await store.release(reservations)
         case _:
-            again = [
-                ReserveRequest(key=each.key, token=request.token, lease=LEASE, retention=TTL, fingerprint=b"f" * 16)
-                for each in ours
+            requests = [
+                ReserveRequest(
+                    key=reservation.key, token=request.token, lease=LEASE, retention=TTL, fingerprint=b"f" * 16
+                )
+                for reservation in reservations
             ]
-            await store.reserve(again)
+            await store.reserve(requests)
 
 
 def is_second_run(verdict: Verdict) -> bool:
     return isinstance(verdict, Reserved) and verdict.attempt == 2
 
 
-def is_sound(verdict: Verdict, result: StoredResult) -> bool:
+def is_valid(verdict: Verdict, result: StoredResult) -> bool:
     attempt = getattr(verdict, "attempt", None)
     return attempt == 1 and getattr(verdict, "result", result) == result and getattr(verdict, "error", "no") == "no"
 
 
 @pytest.mark.scenario(92)
 @pytest.mark.parametrize("foreign", FOREIGN, ids=ascii)
-async def test_what_another_program_put_there_is_corrupt_to_all_and_touched_by_none(
+async def test_foreign_data_under_a_key_is_corrupt_for_all_calls_and_unchanged(
     store: RedisIdempotencyRepository, redis_client: Redis, foreign: bytes
 ) -> None:
-    reserved = await take(store, wish())
+    reserved = await reserve_one(store, request_for())
     await redis_client.set("k", foreign)
 
-    (verdict,) = await store.reserve([wish()])
+    (verdict,) = await store.reserve([request_for()])
 
     assert isinstance(verdict, Corrupt)
     assert await refused_by_all(store, reserved)
@@ -183,14 +193,14 @@ async def test_what_another_program_put_there_is_corrupt_to_all_and_touched_by_n
 
 
 @pytest.mark.scenario(92)
-async def test_another_type_under_the_key_is_corrupt_to_all_and_touched_by_none(
+async def test_a_value_of_another_type_is_corrupt_for_all_calls_and_unchanged(
     store: RedisIdempotencyRepository, redis_client: Redis
 ) -> None:
-    reserved = await take(store, wish())
+    reserved = await reserve_one(store, request_for())
     await redis_client.delete("k")
     await redis_client.rpush("k", "1")
 
-    (verdict,) = await store.reserve([wish()])
+    (verdict,) = await store.reserve([request_for()])
 
     assert isinstance(verdict, Corrupt)
     assert await refused_by_all(store, reserved)
@@ -199,14 +209,14 @@ async def test_another_type_under_the_key_is_corrupt_to_all_and_touched_by_none(
 
 @pytest.mark.scenario(93)
 @pytest.mark.parametrize("newer", range(4, 32))
-async def test_a_record_of_a_newer_version_is_touched_by_nobody(
+async def test_a_record_of_a_newer_format_is_not_changed(
     store: RedisIdempotencyRepository, redis_client: Redis, newer: int
 ) -> None:
-    reserved = await take(store, wish(lease=timedelta(0)))
+    reserved = await reserve_one(store, request_for(lease=timedelta(0)))
     record = bytes((newer,)) + (await raw_of(redis_client))[1:]
     await redis_client.set("k", record)
 
-    (verdict,) = await store.reserve([wish()])
+    (verdict,) = await store.reserve([request_for()])
 
     assert verdict == Corrupt(key="k", reason=f"its format {newer} is newer than this version supports (3)")
     assert await refused_by_all(store, reserved)
@@ -225,16 +235,16 @@ async def refused_by_all(store: RedisIdempotencyRepository, reserved: Reserved) 
 
 @pytest.mark.scenario(93)
 @pytest.mark.parametrize("state", ["held", "completed", "failed"])
-async def test_a_record_of_the_older_format_answers_as_it_did(
+async def test_a_record_of_the_older_format_gives_the_same_verdict(
     store: RedisIdempotencyRepository, redis_client: Redis, state: str
 ) -> None:
     await put_in_state(store, state)
-    (before,) = await store.reserve([wish()])
+    (before,) = await store.reserve([request_for()])
     raw = await raw_of(redis_client)
     older = unchecked(raw if state == "held" else settled_earlier(raw))
     await redis_client.set("k", older)
 
-    (verdict,) = await store.reserve([wish()])
+    (verdict,) = await store.reserve([request_for()])
 
     assert type(verdict) is type(before)
     if isinstance(verdict, Completed):
@@ -244,13 +254,13 @@ async def test_a_record_of_the_older_format_answers_as_it_did(
 
 @pytest.mark.scenario(93)
 @pytest.mark.parametrize("state", ["lapsed", "released"])
-async def test_a_record_of_the_older_format_is_taken_over_and_then_has_checks(
+async def test_a_record_of_the_older_format_gets_checksums_when_it_is_taken_over(
     store: RedisIdempotencyRepository, redis_client: Redis, state: str
 ) -> None:
     await put_in_state(store, state)
     await redis_client.set("k", unchecked(await raw_of(redis_client)))
 
-    taken = await take(store, wish())
+    taken = await reserve_one(store, request_for())
 
     assert (taken.attempt, taken.previous.value) == (2, state)
     assert (await raw_of(redis_client))[0] == 2
@@ -259,7 +269,7 @@ async def test_a_record_of_the_older_format_is_taken_over_and_then_has_checks(
 
 @pytest.mark.scenario(92, 94)
 @pytest.mark.parametrize("at", [2, 17, -1])
-async def test_a_delivery_whose_record_is_damaged_is_dead_lettered_and_neither_run_nor_taken_for_done(
+async def test_a_delivery_with_a_damaged_record_is_dead_lettered_without_a_run(
     store: RedisIdempotencyRepository, redis_client: Redis, at: int
 ) -> None:
     broker, runs, router = FakeBroker(), list[str](), EventRouter()
@@ -281,7 +291,7 @@ async def test_a_delivery_whose_record_is_damaged_is_dead_lettered_and_neither_r
         broker.publish(event)
         await worker.until(lambda: broker.committed.get(Partition("order_placed", 0)) == 2, 30)
 
-    (letter,) = broker.values("order_placed.dlq")
+    (dead_letter,) = broker.values("order_placed.dlq")
     assert runs == ["1"]
-    assert dict(letter.headers)["idempotency-dlq-reason"] == b"corrupt_record"
+    assert dict(dead_letter.headers)["idempotency-dlq-reason"] == b"corrupt_record"
     assert await redis_client.get(full) == bytes(record)

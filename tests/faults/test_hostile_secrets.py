@@ -1,6 +1,6 @@
-"""Secrets planted in every place that may hold one, and looked for in everything that comes out.
+"""Secrets planted in every place that may contain one, and searched in all output.
 
-Broker and store are in memory where a worker runs; a store that refuses is a real Redis.
+Broker and store are in memory in the tests with a worker; the store that refuses credentials is a real Redis.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SECRET = "hunter2-canary"
 PAYLOAD = "payload-canary"
 TOPIC = Partition("order_placed", 0)
 LONGEST_SECONDS = 5.0
-"""Of this thread's own time: generous, and far below what a quadratic search over megabytes takes."""
+"""Processor time of this thread: generous, and far below that of a quadratic search over megabytes."""
 
 
 class OrderPlaced(BaseEvent):
@@ -50,7 +50,7 @@ class OrderPlaced(BaseEvent):
 
 @pytest.fixture(params=["json", "text"])
 def log(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
-    """All that is logged, at DEBUG, in one of our two forms."""
+    """Capture the log at DEBUG in both formats of the library."""
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     written = io.StringIO()
@@ -66,7 +66,7 @@ def log(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
 
 @pytest.mark.scenario(104, 108)
 @virtual_time
-async def test_secrets_in_a_handlers_error_and_payload_come_out_nowhere(log: io.StringIO, telemetry: Telemetry) -> None:
+async def test_secrets_in_handler_errors_and_payloads_are_not_leaked(log: io.StringIO, telemetry: Telemetry) -> None:
     manager = IdempotencyManager(
         IdempotencyConfig(max_attempts=2), virtual_store(), telemetry.observer, scope="billing"
     )
@@ -84,25 +84,25 @@ async def test_secrets_in_a_handlers_error_and_payload_come_out_nowhere(log: io.
     async with running(IdempotentEventDispatcher(router, manager), broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    (letter,) = broker.values("order_placed.dlq")
+    (dead_letter,) = broker.values("order_placed.dlq")
     record = await manager.get(Key.of_event("charge", "order_placed", "id", event.event_id))
     assert record is not None
-    told = {
+    output = {
         "log": log.getvalue(),
-        "dead letter": repr(letter.headers),
+        "dead letter": repr(dead_letter.headers),
         "record": repr(record),
-        **telemetry.told(),
+        **telemetry.output(),
     }
-    assert [name for name, text in told.items() if SECRET in text] == []
-    assert [name for name, text in told.items() if PAYLOAD in text] == []
-    assert "postgresql://***@db:5432" in told["log"]
-    assert "postgresql://***@db:5432" in told["record"]
-    assert PAYLOAD in repr(letter.value)  # the message itself goes to the dead letters as it came
+    assert [name for name, text in output.items() if SECRET in text] == []
+    assert [name for name, text in output.items() if PAYLOAD in text] == []
+    assert "postgresql://***@db:5432" in output["log"]
+    assert "postgresql://***@db:5432" in output["record"]
+    assert PAYLOAD in repr(dead_letter.value)  # the message itself is dead-lettered unchanged
 
 
 @pytest.mark.scenario(81, 104)
 @virtual_time
-async def test_what_an_undecodable_message_holds_comes_out_nowhere_but_in_its_dead_letter(log: io.StringIO) -> None:
+async def test_the_contents_of_an_undecodable_message_appear_only_in_its_dead_letter(log: io.StringIO) -> None:
     broker, router = FakeBroker(), EventRouter()
 
     @router.on(OrderPlaced)
@@ -122,30 +122,32 @@ async def test_what_an_undecodable_message_holds_comes_out_nowhere_but_in_its_de
     async with running(IdempotentEventDispatcher(router, manager), broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == len(bodies))
 
-    letters = broker.values("order_placed.dlq")
-    assert len(letters) == len(bodies)
+    dead_letters = broker.values("order_placed.dlq")
+    assert len(dead_letters) == len(bodies)
     assert SECRET not in log.getvalue()
-    assert all(SECRET not in repr(letter.headers) for letter in letters)
+    assert all(SECRET not in repr(dead_letter.headers) for dead_letter in dead_letters)
 
 
 @pytest.mark.scenario(104)
-def test_settings_and_clients_show_no_secret_when_they_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_settings_and_clients_contain_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INTEGR8S_IDEM_KAFKA__SASL_PASSWORD", SECRET)
     monkeypatch.setenv("INTEGR8S_IDEM_STORE__URL", f"redis://user:{SECRET}@localhost:1/0")
     monkeypatch.setenv("INTEGR8S_IDEM_TELEMETRY__OTLP_ENDPOINT", f"http://user:{SECRET}@collector:4318")
     settings = load_settings()
     assert isinstance(settings.store, RedisStoreSettings)
     client = redis_client(settings.store)
-    told = [settings, settings.store, settings.kafka, settings.telemetry, client, client.connection_pool]
-    told += [RedisIdempotencyRepository(client), EventPublisher(settings.kafka)]
+    printed = [settings, settings.store, settings.kafka, settings.telemetry, client, client.connection_pool]
+    printed += [RedisIdempotencyRepository(client), EventPublisher(settings.kafka)]
 
-    assert [type(each) for each in told if SECRET in f"{each!r}{each}"] == []
+    assert [type(value) for value in printed if SECRET in f"{value!r}{value}"] == []
     assert "redis://***@localhost:1/0" in repr(settings)
 
 
 @pytest.mark.scenario(52, 104)
 @pytest.mark.parametrize("where", ["password", "url", "query"])
-async def test_a_store_that_refuses_or_is_gone_is_told_of_without_the_password(log: io.StringIO, where: str) -> None:
+async def test_errors_of_a_refusing_or_unreachable_store_do_not_contain_the_password(
+    log: io.StringIO, where: str
+) -> None:
     with RedisServer(tcp=True, config={"requirepass": "another"}) as server:
         address = f"127.0.0.1:{server.port}"
         settings = {
@@ -154,9 +156,9 @@ async def test_a_store_that_refuses_or_is_gone_is_told_of_without_the_password(l
             "query": RedisStoreSettings(url=f"redis://{address}/0?password={SECRET}"),
         }[where]
         refused = await error_of(settings)
-    gone = await error_of(settings)
+    unreachable = await error_of(settings)
 
-    for error in (refused, gone):
+    for error in (refused, unreachable):
         assert SECRET not in "".join(traceback.format_exception(error)) + repr(error)
     assert SECRET not in log.getvalue()
 
@@ -172,7 +174,7 @@ async def error_of(settings: RedisStoreSettings) -> StoreError:
 
 
 @pytest.mark.scenario(104)
-async def test_a_broker_that_is_gone_is_told_of_without_the_password(log: io.StringIO) -> None:
+async def test_errors_of_an_unreachable_broker_do_not_contain_the_password(log: io.StringIO) -> None:
     settings = KafkaSettings.model_validate(
         {
             "bootstrap_servers": "127.0.0.1:1",
@@ -195,7 +197,7 @@ async def test_a_broker_that_is_gone_is_told_of_without_the_password(log: io.Str
 
 @pytest.mark.scenario(104, 108)
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "redacted_text"),
     [
         (f"redis://user:{SECRET}@h:1/0 is down", "redis://***@h:1/0 is down"),
         (f"redis://:{SECRET}@h", "redis://***@h"),
@@ -209,14 +211,14 @@ async def test_a_broker_that_is_gone_is_told_of_without_the_password(log: io.Str
         ("unexpected token: x", "unexpected token: x"),
     ],
 )
-def test_credentials_in_foreign_texts_are_hidden_and_the_rest_stays(text: str, shown: str) -> None:
-    assert redacted(text) == shown
-    assert describe_error(ValueError(text)) == f"ValueError: {shown}"
+def test_credentials_in_error_texts_are_redacted(text: str, redacted_text: str) -> None:
+    assert redacted(text) == redacted_text
+    assert describe_error(ValueError(text)) == f"ValueError: {redacted_text}"
 
 
 @pytest.mark.scenario(108, 110)
 @pytest.mark.parametrize("piece", ["://", "password=", "x", "a://b:", " ", "@", "://@"])
-def test_an_error_of_megabytes_is_cut_and_costs_little(piece: str) -> None:
+def test_an_error_text_of_megabytes_is_truncated_quickly(piece: str) -> None:
     error = ValueError(piece * 1_000_000)
     began = time.thread_time()
 
@@ -227,35 +229,35 @@ def test_an_error_of_megabytes_is_cut_and_costs_little(piece: str) -> None:
 
 
 @pytest.mark.scenario(108)
-def test_a_secret_at_the_place_where_an_error_is_cut_is_hidden_all_the_same() -> None:
+def test_a_secret_at_the_truncation_point_is_redacted() -> None:
     for before in range(LONGEST_ERROR - 60, LONGEST_ERROR + 1):
         text = describe_error(ValueError("x" * before + f" redis://user:{SECRET}@h:1/0"))
 
         assert SECRET[:4] not in text
 
 
-class UntellableError(Exception):
+class UnprintableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
 
 @pytest.mark.scenario(108)
 @virtual_time
-async def test_an_error_that_cannot_be_told_is_dead_lettered_like_any_other() -> None:
+async def test_an_error_whose_str_fails_is_dead_lettered() -> None:
     broker, router = FakeBroker(), EventRouter()
 
     @router.on(OrderPlaced)
     async def handle(event: OrderPlaced) -> None:
-        raise UntellableError
+        raise UnprintableError
 
     broker.publish(OrderPlaced())
     manager = IdempotencyManager(IdempotencyConfig(max_attempts=2), virtual_store(), scope="billing")
     async with running(IdempotentEventDispatcher(router, manager), broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    (letter,) = broker.values("order_placed.dlq")
-    assert dict(letter.headers)["idempotency-dlq-error-class"] == b"UntellableError"
+    (dead_letter,) = broker.values("order_placed.dlq")
+    assert dict(dead_letter.headers)["idempotency-dlq-error-class"] == b"UnprintableError"
 
 
-def test_settings_without_secrets_are_shown_as_they_are() -> None:
+def test_settings_without_secrets_are_printed_unchanged() -> None:
     assert "bootstrap_servers='localhost:9092'" in repr(Settings())

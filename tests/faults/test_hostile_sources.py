@@ -1,4 +1,4 @@
-"""What no source file may do with data that came from outside; read from the sources themselves."""
+"""Checks of the source files: data from outside must never become code."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _BUILTINS = frozenset({"eval", "exec", "compile", "__import__"})
 _LOADERS = frozenset({"load", "loads", "Unpickler", "unsafe_load", "full_load", "literal_eval"})
 
 
-_OF_NO_DATA = {"integr8s_idem/_util/fast_dataclass.py": ["exec"], "services/k8s_worker/connection.py": ["yaml"]}
-"""The first makes functions of the names of a class's fields when that class is made, as `dataclasses` does it: no data
-is near.  The second names the error that the cluster's client raises for a broken kubeconfig, and reads nothing."""
+_ALLOWED = {"integr8s_idem/_util/fast_dataclass.py": ["exec"], "services/k8s_worker/connection.py": ["yaml"]}
+"""The first creates functions from the field names of a class when the class is defined, like `dataclasses`; it never
+sees data.  The second only names the error that the Kubernetes client raises for an invalid kubeconfig."""
 
 
 def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Lines at which data could become code."""
+    """Yield the lines at which data could become code."""
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -51,19 +51,19 @@ def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_no_data_becomes_code(path: Path) -> None:
     found = [what for _, what in offences(ast.parse(path.read_text()))]
 
-    assert found == _OF_NO_DATA.get(path.relative_to(ROOT).as_posix(), [])
+    assert found == _ALLOWED.get(path.relative_to(ROOT).as_posix(), [])
 
 
 @pytest.mark.parametrize(
     "line",
     ["import pickle", "from yaml import load", "eval(x)", "exec(x)", "marshal.loads(x)", "run(x, shell=True)"],
 )
-def test_data_that_becomes_code_would_be_seen(line: str) -> None:
+def test_code_execution_from_data_would_be_detected(line: str) -> None:
     assert len(list(offences(ast.parse(line)))) == 1
 
 
 @pytest.mark.scenario(105)
-def test_the_text_of_a_script_is_read_from_its_file_and_never_put_together() -> None:
+def test_scripts_are_read_from_files_and_never_assembled() -> None:
     scripts = ROOT / "integr8s_idem/stores/redis/scripts.py"
     tree = ast.parse(scripts.read_text())
 
@@ -76,13 +76,13 @@ def test_the_text_of_a_script_is_read_from_its_file_and_never_put_together() -> 
         assert [node for node in nodes if isinstance(node, ast.Constant) and node.value == "EVAL"] == [], path
         loaded = {ast.unparse(node.args[0]) for node in nodes if is_call_of(node, "script_load")}
         assert loaded <= {"script.text", "text"}, path
-        # A script is made where its file is read, and nowhere else.
+        # Scripts are created only where their files are read.
         assert path == scripts or "Script(" not in path.read_text(), path
 
 
 @pytest.mark.scenario(105)
 @pytest.mark.parametrize("path", LUA, ids=lambda path: path.name)
-def test_a_script_touches_only_the_keys_it_is_given_and_runs_no_data(path: Path) -> None:
+def test_a_script_accesses_only_its_keys_and_runs_no_data(path: Path) -> None:
     text = re.sub(r"--[^\n]*", "", path.read_text())
     commands = set(re.findall(r"p?call\('(\w+)'", text))
 
@@ -101,7 +101,7 @@ def is_call_of(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
 
 @pytest.mark.scenario(105)
 @pytest.mark.parametrize("name", ["k'] .. redis.call('FLUSHALL') --", "k\r\nFLUSHALL\r\n", "*1\r\n$8\r\nFLUSHALL\r\n"])
-async def test_a_key_and_an_owner_that_look_like_commands_are_data(redis_client: Redis, name: str) -> None:
+async def test_keys_and_owners_that_look_like_commands_are_data(redis_client: Redis, name: str) -> None:
     await redis_client.set("bystander", "here")
     store = RedisIdempotencyRepository(redis_client)
     lease = timedelta(seconds=30)

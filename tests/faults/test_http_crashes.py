@@ -1,6 +1,7 @@
-"""FastAPI applications that kill themselves at named points, on a real Redis or SQL store, behind clients that retry.
+"""FastAPI applications that kill themselves at named points, on a real Redis or SQL store, with clients that retry.
 
-Uvicorn serves them at a port of the loopback.  All share their servers and their time: they mostly wait for leases.
+Uvicorn serves them on a loopback port.  The trials share their servers and run concurrently, since they mostly wait for
+leases to end.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import pytest
 from integr8s_idem.testing.crash_points import CrashPoint
 from tests.campaigns.figures import Figures
 from tests.crashes import serving_points as points
-from tests.crashes.forks import Nursery
+from tests.crashes.forks import ForkServer
 from tests.crashes.serving import SHAPES, TRANSACTIONAL
-from tests.crashes.serving_points import MODULE, RESPONSE, WAY, lone_death, open_ground
+from tests.crashes.serving_points import MODULE, ORDERED_POINTS, RESPONSE, crash_once, open_servers
 from tests.crashes.subscribing_points import COMMIT, COMPLETE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-SIDE_BY_SIDE: Final = 8
+CONCURRENT_TRIALS: Final = 8
 
 ROWS: Final = {
-    # Where it dies: the attempts whose row is there in the end.
+    # Crash point: the attempts that wrote a row.
     CrashPoint.BEFORE_RESERVE: [1],
     CrashPoint.BEFORE_HANDLER: [2],
     CrashPoint.IN_HANDLER_AFTER_EFFECT: [2],
@@ -38,71 +39,73 @@ ROWS: Final = {
     CrashPoint.AFTER_RESPONSE: [1],
 }
 
-OF_EVERY_SHAPE: Final = (COMMIT[0], COMMIT[-1], COMPLETE[0], COMPLETE[-1], *RESPONSE[:2])
-WHOLE: Final = frozenset({next(iter(SHAPES)), TRANSACTIONAL})
-"""Shapes that die at every point."""
+SAMPLED_POINTS: Final = (COMMIT[0], COMMIT[-1], COMPLETE[0], COMPLETE[-1], *RESPONSE[:2])
+FULLY_COVERED: Final = frozenset({next(iter(SHAPES)), TRANSACTIONAL})
+"""Shapes that are crashed at every point; the others only at `SAMPLED_POINTS`."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of all that ran."""
+    """Results of all trials."""
 
-    lone: Mapping[tuple[str, CrashPoint], list[int] | BaseException]
-    """By shape and point: the attempts whose row is there."""
+    single_crashes: Mapping[tuple[str, CrashPoint], list[int] | BaseException]
+    """The attempts that wrote a row, by shape and point."""
     trials: Figures | BaseException
 
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    return asyncio.run(all_at_once())
+    return asyncio.run(run_all())
 
 
-async def all_at_once() -> Outcome:
-    slots = asyncio.Semaphore(SIDE_BY_SIDE)
-    deaths = [(shape, point) for shape in SHAPES for point in (WAY if shape in WHOLE else OF_EVERY_SHAPE)]
-    async with open_ground() as ground, Nursery(MODULE) as nursery:
+async def run_all() -> Outcome:
+    slots = asyncio.Semaphore(CONCURRENT_TRIALS)
+    crashes = [
+        (shape, point) for shape in SHAPES for point in (ORDERED_POINTS if shape in FULLY_COVERED else SAMPLED_POINTS)
+    ]
+    async with open_servers() as servers, ForkServer(MODULE) as fork_server:
 
-        async def lone(shape: str, point: CrashPoint) -> list[int]:
+        async def crash(shape: str, point: CrashPoint) -> list[int]:
             async with slots:
-                return await lone_death(ground, nursery, shape, point)
+                return await crash_once(servers, fork_server, shape, point)
 
-        trials = asyncio.create_task(points.run_on(ground, nursery, range(points.CAMPAIGN.in_test)))
-        told = await asyncio.gather(*(lone(*death) for death in deaths), return_exceptions=True)
+        trials = asyncio.create_task(points.run_on(servers, fork_server, range(points.CAMPAIGN.in_test)))
+        attempts = await asyncio.gather(*(crash(*case) for case in crashes), return_exceptions=True)
         (figures,) = await asyncio.gather(trials, return_exceptions=True)
-    return Outcome(dict(zip(deaths, told, strict=True)), figures)
+    return Outcome(dict(zip(crashes, attempts, strict=True)), figures)
 
 
 def rows_of(outcome: Outcome, shape: str) -> dict[CrashPoint, list[int]]:
-    """By point, once all are known to be good."""
+    """Return the attempts that wrote a row, by point; raises the error of any failed trial."""
     rows = {}
-    for (of, point), told in outcome.lone.items():
-        if isinstance(told, BaseException):
-            raise told
-        if of == shape:
-            rows[point] = told
+    for (crashed, point), attempts in outcome.single_crashes.items():
+        if isinstance(attempts, BaseException):
+            raise attempts
+        if crashed == shape:
+            rows[point] = attempts
     return rows
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != TRANSACTIONAL])
 @pytest.mark.scenario(119)
-def test_wherever_a_server_dies_its_requests_are_answered_and_repeat_only_between_commit_and_record(
+def test_requests_to_a_crashed_server_are_answered_and_repeat_only_rows_committed_before_their_record(
     outcome: Outcome, shape: str
 ) -> None:
-    told = rows_of(outcome, shape)
+    found = rows_of(outcome, shape)
 
-    assert {point: told[point] for point in ROWS if point in told} == {
-        point: rows for point, rows in ROWS.items() if point in told
+    assert {point: found[point] for point in ROWS if point in found} == {
+        point: rows for point, rows in ROWS.items() if point in found
     }
-    assert len(told) == len(WAY if shape in WHOLE else OF_EVERY_SHAPE)
+    assert len(found) == len(ORDERED_POINTS if shape in FULLY_COVERED else SAMPLED_POINTS)
 
 
 @pytest.mark.scenario(120)
-def test_in_the_transaction_of_its_effect_no_request_is_done_twice_wherever_its_server_dies(outcome: Outcome) -> None:
-    assert rows_of(outcome, TRANSACTIONAL) == {point: [1] for point in WAY}
+def test_a_request_with_a_transactional_outcome_runs_once_wherever_the_server_crashes(outcome: Outcome) -> None:
+    assert rows_of(outcome, TRANSACTIONAL) == {point: [1] for point in ORDERED_POINTS}
 
 
 @pytest.mark.scenario(119, 120)
-def test_servers_of_many_requests_that_die_again_and_again_lose_none(outcome: Outcome) -> None:
+def test_servers_that_crash_repeatedly_under_load_lose_no_request(outcome: Outcome) -> None:
     figures = outcome.trials
     if isinstance(figures, BaseException):
         raise figures

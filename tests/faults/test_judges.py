@@ -1,4 +1,4 @@
-"""The judges of the campaigns can fail: each of their demands, broken once."""
+"""The checks of the campaigns detect violations: each check fails at least once."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def record(fence: int, receipt: str = "anything") -> IdempotencyRecord:
     )
 
 
-def run_once(effects: Effects, told: Attempt) -> None:
-    effects.note("begin", "order-7", told)
-    effects.apply("order-7", told)
+def run_once(effects: Effects, attempt: Attempt) -> None:
+    effects.note("begin", "order-7", attempt)
+    effects.apply("order-7", attempt)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def prepared(effects: Effects) -> Effects:
 # The sink and the records.
 
 
-def test_a_work_under_two_keys_is_twice_in_the_sink(prepared: Effects) -> None:
+def test_work_under_two_keys_is_repeated_in_the_sink(prepared: Effects) -> None:
     run_once(prepared, attempt())
     run_once(prepared, attempt(2, 2, key="idempotency:billing:7-changed"))
 
@@ -57,7 +57,7 @@ def test_a_work_under_two_keys_is_twice_in_the_sink(prepared: Effects) -> None:
         prepared.judge({"order-7"})
 
 
-def test_a_work_that_ran_twice_under_one_key_is_once_in_the_sink(prepared: Effects) -> None:
+def test_work_that_ran_twice_under_one_key_is_once_in_the_sink(prepared: Effects) -> None:
     run_once(prepared, attempt(1, 1))
     run_once(prepared, attempt(2, 2))
 
@@ -66,7 +66,7 @@ def test_a_work_that_ran_twice_under_one_key_is_once_in_the_sink(prepared: Effec
     assert figures == {"events": 1, "lost": 0, "repeats": 1, "fenced_repeats": 0}
 
 
-def test_a_completion_by_a_run_that_was_overtaken_is_a_violation(prepared: Effects) -> None:
+def test_a_completion_by_an_overtaken_run_is_a_violation(prepared: Effects) -> None:
     run_once(prepared, attempt(1, 1))
     prepared.note("begin", "order-7", attempt(2, 2))
 
@@ -74,8 +74,8 @@ def test_a_completion_by_a_run_that_was_overtaken_is_a_violation(prepared: Effec
         prepared.judge_records([record(fence=1)])
 
 
-def test_a_result_of_a_run_that_was_overtaken_is_a_violation(prepared: Effects) -> None:
-    """What a store does that believes anybody: the record is the second run's, the result in it the first one's."""
+def test_the_result_of_an_overtaken_run_is_a_violation(prepared: Effects) -> None:
+    """A store without token checks could write the result of the first run into the record of the second."""
     run_once(prepared, attempt(1, 1))
     prepared.note("begin", "order-7", attempt(2, 2))
 
@@ -84,7 +84,7 @@ def test_a_result_of_a_run_that_was_overtaken_is_a_violation(prepared: Effects) 
     prepared.judge_records([record(2, prepared.receipt("order-7", attempt(2, 2)))])
 
 
-def test_a_completion_under_a_reservation_made_anew_is_counted(prepared: Effects) -> None:
+def test_a_completion_of_a_recreated_reservation_is_counted(prepared: Effects) -> None:
     run_once(prepared, attempt(1, 1))
 
     figures = prepared.judge_records([record(fence=2)])
@@ -99,59 +99,59 @@ def test_a_completion_without_an_effect_is_a_violation(prepared: Effects) -> Non
         prepared.judge_records([record(fence=1)])
 
 
-# Keys that are completed.
+# Completed keys.
 
 
 async def completed(store: MemoryIdempotencyRepository) -> Attempt:
-    """Of a run whose completion the store has believed."""
-    wish = ReserveRequest(key=attempt().key, token=secrets.token_bytes(16), lease=HOUR, retention=HOUR)
-    [reserved] = await store.reserve([wish])
+    """Complete a run in the store, and return its attempt."""
+    request = ReserveRequest(key=attempt().key, token=secrets.token_bytes(16), lease=HOUR, retention=HOUR)
+    [reserved] = await store.reserve([request])
     assert isinstance(reserved, Reserved)
     assert await store.complete([Completion(reservation=reserved, ttl=HOUR)]) == [True]
     return attempt(reserved.attempt, reserved.fence)
 
 
-async def test_a_completed_record_that_is_given_out_again_is_a_violation(prepared: Effects) -> None:
+async def test_a_completed_key_that_is_reserved_again_is_a_violation(prepared: Effects) -> None:
     store = MemoryIdempotencyRepository()
     keys = CompletedKeys(store, prepared, "idempotency:")
-    told = await completed(store)
-    run_once(prepared, told)
-    await keys.look()
+    first = await completed(store)
+    run_once(prepared, first)
+    await keys.check()
 
-    await store.delete([told.key])
+    await store.delete([first.key])
     await completed(store)
 
-    with pytest.raises(ViolationError, match="no longer as it was"):
-        await keys.look()
+    with pytest.raises(ViolationError, match="completed records that have changed"):
+        await keys.check()
 
 
 @pytest.mark.parametrize("later", [0, 1])
 async def test_a_run_after_the_completion_is_a_violation(prepared: Effects, later: int) -> None:
     store = MemoryIdempotencyRepository()
     keys = CompletedKeys(store, prepared, "idempotency:")
-    told = await completed(store)
-    run_once(prepared, told)
-    await keys.look()
+    first = await completed(store)
+    run_once(prepared, first)
+    await keys.check()
 
-    run_once(prepared, attempt(told.number + later, told.fence + later))
+    run_once(prepared, attempt(first.number + later, first.fence + later))
 
-    with pytest.raises(ViolationError, match="was completed by fence"):
-        await keys.look()
+    with pytest.raises(ViolationError, match="was completed with fence"):
+        await keys.check()
 
 
-async def test_a_run_that_was_overtaken_may_begin_late_unless_nobody_lived(prepared: Effects) -> None:
+async def test_an_overtaken_run_may_start_late_unless_no_worker_was_running(prepared: Effects) -> None:
     store = MemoryIdempotencyRepository()
     keys = CompletedKeys(store, prepared, "idempotency:")
-    told = await completed(store)
-    run_once(prepared, told)
-    await keys.look()
+    first = await completed(store)
+    run_once(prepared, first)
+    await keys.check()
 
-    run_once(prepared, attempt(1, told.fence - 2))
-    await keys.look(nobody_lives=True)
-    run_once(prepared, attempt(1, told.fence - 1))
+    run_once(prepared, attempt(1, first.fence - 2))
+    await keys.check(no_worker_running=True)
+    run_once(prepared, attempt(1, first.fence - 1))
 
     with pytest.raises(ViolationError, match="was completed after 2 runs"):
-        await keys.look()
+        await keys.check()
 
 
 # The simulation's rule E1.
@@ -159,18 +159,16 @@ async def test_a_run_that_was_overtaken_may_begin_late_unless_nobody_lived(prepa
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("bug", "said"),
+    ("bug", "message"),
     [("key_made_again", "is in the sink more than once"), ("no_token_check", "though a run by")],
 )
-def test_a_broken_sink_is_found_by_the_rule_for_it(
-    bug: str, said: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_broken_sink_violates_rule_e1(bug: str, message: str, record_property: Callable[[str, object], None]) -> None:
     with BUGS[bug]():
         found = next(
-            told
+            violation
             for seed in range(1_000)
-            for told in simulate(seed).violations
-            if told.startswith("E1") and said in told
+            for violation in simulate(seed).violations
+            if violation.startswith("E1") and message in violation
         )
 
     record_property("found", found)
@@ -192,7 +190,7 @@ def lines_of(*starts: Start) -> Lines:
     return lines
 
 
-def test_a_start_in_time_is_no_violation() -> None:
+def test_a_start_in_time_is_not_a_violation() -> None:
     assert judge_starts(lines_of(started(10.01)), [])["starts"] == 1
 
 
@@ -205,7 +203,7 @@ def test_a_start_in_time_is_no_violation() -> None:
         (started(11.5), "after its lease had ended"),
     ],
 )
-def test_a_start_that_was_not_checked_in_time_is_a_violation(start: Start, complaint: str) -> None:
+def test_a_start_without_a_timely_check_is_a_violation(start: Start, complaint: str) -> None:
     with pytest.raises(ViolationError, match=complaint):
         judge_starts(lines_of(start), [])
 
@@ -232,7 +230,7 @@ def test_two_starts_of_one_reservation_are_a_violation() -> None:
         judge_starts(lines_of(started(10.01), started(10.02)), [])
 
 
-def test_works_that_were_lost_or_completed_twice_or_by_an_overtaken_attempt_are_violations() -> None:
+def test_lost_work_and_double_or_overtaken_completions_are_violations() -> None:
     one, two = started(10.01), started(10.9, fence=2, attempt=2)
     done = IdempotencyRecord(key=one.key, status=IdempotencyStatus.COMPLETED, attempt=2, fence=2)
 

@@ -1,4 +1,4 @@
-"""Kafka behind a network that resets, goes silent, swallows answers and flips bits."""
+"""Kafka over a network that resets connections, goes silent, drops responses and flips bits."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from tests.support.workers import OrderPlaced
 pytestmark = pytest.mark.kafka
 
 BATCH_SIZE_FROM_KEY = -(61 + 6) + 8
-"""From the key of a batch's first record to the batch's size: header, fields before the key; then the base offset."""
+"""Distance from the key of a batch's first record to the batch length: back over the record's first fields and the
+header, then forward over the base offset."""
 
 
 @cache
 def _broker() -> tuple[KafkaBroker, int]:
-    """A broker that tells its clients to come by another port, and that port."""
+    """Start a broker that advertises the port of the proxy, and return it with that port."""
     [port] = free_ports(1)
     return servers.own_broker({"advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}"}), port
 
 
 @dataclass
 class Network:
-    """Events and members, and the proxy between them and the broker."""
+    """A workload, and the proxy between it and the broker."""
 
     proxy: FaultProxy
     workload: Workload
@@ -72,28 +73,28 @@ async def delays(network: Network) -> None:
         await asyncio.sleep(2)
 
 
-async def a_stall(network: Network) -> None:
+async def stall(network: Network) -> None:
     await network.proxy.hold(2)
 
 
-async def swallowed_commits(network: Network) -> None:
-    """Each other OffsetCommit is executed, and nobody learns of it."""
+async def lost_commit_responses(network: Network) -> None:
+    """Every second OffsetCommit is executed, but its response is lost."""
     commits = Cut(matching=b"\x00\x08\x00", also=network.workload.group.encode(), times=3, every=2)
     placed = network.proxy.put(commits)
     await eventually(lambda: placed.struck == 3)
 
 
-async def swallowed_confirmations(network: Network) -> None:
-    """Each other batch of events is written, and its producer does not learn of it."""
+async def lost_produce_responses(network: Network) -> None:
+    """Every second batch of events is written, but its response is lost."""
     placed = network.proxy.put(Cut(matching=b'"order_id"', times=3, every=2))
     await eventually(lambda: placed.struck == 3)
 
 
 @pytest.mark.scenario(60, 68)
 @pytest.mark.parametrize(
-    "fault", [resets, half_open, delays, a_stall, swallowed_commits, swallowed_confirmations], ids=lambda f: f.__name__
+    "fault", [resets, half_open, delays, stall, lost_commit_responses, lost_produce_responses], ids=lambda f: f.__name__
 )
-async def test_a_bad_network_to_kafka_loses_and_repeats_nothing(
+async def test_network_faults_to_kafka_lose_and_repeat_nothing(
     network: Network, fault: Callable[[Network], Awaitable[None]]
 ) -> None:
     feeding = asyncio.create_task(network.workload.feed(every=0.1))
@@ -110,7 +111,7 @@ async def test_a_bad_network_to_kafka_loses_and_repeats_nothing(
 
 
 @pytest.mark.scenario(66, 67)
-async def test_a_damaged_batch_stops_its_partition_with_an_alarm_and_no_other(network: Network) -> None:
+async def test_a_damaged_batch_stops_only_its_partition_with_an_alarm(network: Network) -> None:
     workload, observer = network.workload, CountingObserver()
     [member] = workload.members
     assert member.worker._poller is not None
@@ -121,7 +122,7 @@ async def test_a_damaged_batch_stops_its_partition_with_an_alarm_and_no_other(ne
         await workload.publish_round()
     await eventually(lambda: observer.counts[Signal.PARTITION_DAMAGED] == 1)
     await workload.publish_round()
-    [damaged] = [place for place in member.worker._partitions.assignments.values() if place.damaged]
+    [damaged] = [partition for partition in member.worker._partitions.assignments.values() if partition.damaged]
 
     others = {work for work in workload.published if workload.partition_of(work) != damaged.partition.partition}
     await eventually(lambda: workload.effects.done() >= others, state=workload.snapshot)
@@ -130,8 +131,8 @@ async def test_a_damaged_batch_stops_its_partition_with_an_alarm_and_no_other(ne
     assert "poisoned" not in workload.effects.done()
 
 
-async def test_a_batch_whose_length_is_damaged_on_its_way_is_fetched_again(network: Network) -> None:
-    """The client takes it for a message beyond its limits, and moves on by one: that must not stay so."""
+async def test_a_batch_whose_length_is_damaged_in_transit_is_fetched_again(network: Network) -> None:
+    """The client treats it as a message beyond its limits and skips one offset, which must not persist."""
     workload = network.workload
     placed = network.proxy.put(Corrupt(b"poisoned", BATCH_SIZE_FROM_KEY, mask=0x7F))
 

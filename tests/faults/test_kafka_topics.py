@@ -1,4 +1,4 @@
-"""Topics that lose their messages, are made anew, grow, and hold what is no event."""
+"""Topics that lose messages, are recreated or grow, or contain messages that are not events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.kafka
 
 
 @pytest.fixture(autouse=True)
-def _kafka_is_there() -> None:
+def _require_kafka() -> None:
     need_kafka()
 
 
@@ -34,7 +34,7 @@ async def admin() -> AsyncIterator[Any]:
 
 
 @pytest.mark.scenario(69)
-async def test_a_group_without_offsets_stops_loudly_where_nobody_said_where_to_begin() -> None:
+async def test_a_group_without_offsets_fails_if_the_reset_policy_is_none() -> None:
     async with open_workload(servers.kafka(), auto_offset_reset="none") as workload:
         await workload.publish_round()
         member = await workload.join()
@@ -49,7 +49,7 @@ async def test_a_group_without_offsets_stops_loudly_where_nobody_said_where_to_b
 
 @pytest.mark.scenario(69)
 @pytest.mark.parametrize("policy", ["none", "earliest"])
-async def test_offsets_that_are_gone_are_refused_or_begin_at_the_first_message_by_policy(policy: str) -> None:
+async def test_the_reset_policy_decides_what_happens_to_offsets_out_of_range(policy: str) -> None:
     async with open_workload(servers.kafka(), partitions=1, auto_offset_reset=policy) as workload:
         await workload.publish_round()
         await commit(workload, 1_000)
@@ -65,7 +65,7 @@ async def test_offsets_that_are_gone_are_refused_or_begin_at_the_first_message_b
 
 
 async def commit(workload: Workload, offset: int) -> None:
-    """As if the group had been there."""
+    """Commit an offset in the name of the group."""
     client: Any = AIOKafkaConsumer(
         bootstrap_servers=workload.settings.bootstrap_servers, group_id=workload.group, enable_auto_commit=False
     )
@@ -77,9 +77,9 @@ async def commit(workload: Workload, offset: int) -> None:
 
 
 @pytest.mark.scenario(70)
-@pytest.mark.parametrize("metadata_age", [1, 20], ids=["noticed", "unnoticed"])
-async def test_what_comes_in_a_topic_made_anew_is_handled(admin: Any, metadata_age: int) -> None:
-    # Should a fetch fail between the two topics, the client sees that there is none, and looks again at that age.
+@pytest.mark.parametrize("metadata_age", [1, 20], ids=["detected", "undetected"])
+async def test_messages_in_a_recreated_topic_are_handled(admin: Any, metadata_age: int) -> None:
+    # If a fetch fails between the two topics, the client sees that the topic is missing, and refreshes at that age.
     async with open_workload(servers.kafka(), partitions=1, metadata_max_age_seconds=metadata_age) as workload:
         await workload.join()
         for _ in range(2):
@@ -87,7 +87,7 @@ async def test_what_comes_in_a_topic_made_anew_is_handled(admin: Any, metadata_a
         await workload.all_settled()
 
         await admin.delete_topics([workload.topic])
-        await made_anew(workload)
+        await recreate_topic(workload)
         await workload.publish_round()
         await workload.all_settled()
 
@@ -95,18 +95,18 @@ async def test_what_comes_in_a_topic_made_anew_is_handled(admin: Any, metadata_a
         assert workload.effects.judge(workload.published)["repeats"] == 0
 
 
-async def made_anew(workload: Workload) -> None:
-    """The topic is deleted a moment after the broker has said so."""
+async def recreate_topic(workload: Workload) -> None:
+    """Create the topic again, with retries: the broker deletes it a moment after its response."""
     for _ in range(100):
         try:
             await servers.kafka().create_topics({workload.topic: 1})
             return
-        except AssertionError:  # it exists already: the worker has asked for it, or it is still being deleted
+        except AssertionError:  # the topic exists: the worker has requested it, or it is still being deleted
             await asyncio.sleep(0.05)
 
 
 @pytest.mark.scenario(71)
-async def test_partitions_that_are_added_are_consumed(admin: Any) -> None:
+async def test_added_partitions_are_consumed(admin: Any) -> None:
     async with open_workload(servers.kafka(), partitions=1) as workload:
         member = await workload.join()
         await workload.publish_round()
@@ -135,7 +135,7 @@ async def test_a_null_value_is_dead_lettered_and_the_offset_moves_on(key: bytes 
 
 
 async def send_null(workload: Workload, key: bytes | None) -> None:
-    """As other clients do: `send` of aiokafka takes no message without key and value."""
+    """Send a message as a batch: `send` of aiokafka rejects messages without key and value."""
     producer: Any = AIOKafkaProducer(bootstrap_servers=workload.settings.bootstrap_servers)
     await producer.start()
     batch = producer.create_batch()
@@ -145,7 +145,7 @@ async def send_null(workload: Workload, key: bytes | None) -> None:
 
 
 @pytest.mark.scenario(73)
-async def test_while_there_is_no_dead_letter_topic_what_needs_it_waits_and_others_go_on(
+async def test_a_partition_waits_for_a_missing_dead_letter_topic_and_others_continue(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     need_kafka(own=True)
@@ -174,27 +174,33 @@ async def test_while_there_is_no_dead_letter_topic_what_needs_it_waits_and_other
 
 
 @pytest.mark.scenario(73)
-async def test_a_letter_too_large_for_its_topic_sheds_value_then_headers_then_key(admin: Any) -> None:
+async def test_a_dead_letter_that_is_too_large_drops_value_then_headers_then_key(admin: Any) -> None:
     small: Any = NewTopic
-    large, headers = b"x" * 30_000, [("large", b"h" * 30_000)]  # several small ones share a batch of 16 KiB
+    large, headers = b"x" * 30_000, [("large", b"h" * 30_000)]  # several small messages would share a batch of 16 KiB
     async with open_workload(servers.kafka(), partitions=1) as workload:
         dead = f"{workload.topic}.dlq"
         await admin.create_topics([small(dead, 1, 1, topic_configs={"max.message.bytes": "20000"})])
         await workload.join()
         for key, own in ((b"key", []), (b"key", headers), (large, headers)):
             await workload.publisher.send(workload.topic, key, large, own)
-        letters = sorted(
-            await read(workload, dead, 3), key=lambda letter: dict(letter.headers)["idempotency-dlq-offset"]
+        dead_letters = sorted(
+            await read(workload, dead, 3), key=lambda message: dict(message.headers)["idempotency-dlq-offset"]
         )
 
-    dropped = [[text for name, text in letter.headers if name.endswith("-dropped")] for letter in letters]
+    dropped = [
+        [text for name, text in dead_letter.headers if name.endswith("-dropped")] for dead_letter in dead_letters
+    ]
     assert dropped == [[b"value"], [b"value", b"headers"], [b"value", b"headers", b"key"]]
-    assert [(letter.key, letter.value) for letter in letters] == [(b"key", None), (b"key", None), (None, b"")]
-    assert {dict(letter.headers)["idempotency-dlq-body-bytes"] for letter in letters} == {b"30000"}
+    assert [(dead_letter.key, dead_letter.value) for dead_letter in dead_letters] == [
+        (b"key", None),
+        (b"key", None),
+        (None, b""),
+    ]
+    assert {dict(dead_letter.headers)["idempotency-dlq-body-bytes"] for dead_letter in dead_letters} == {b"30000"}
 
 
 @pytest.mark.scenario(73)
-async def test_small_letters_that_come_at_once_to_a_topic_with_a_small_limit_stay_whole(admin: Any) -> None:
+async def test_concurrent_small_dead_letters_stay_whole_with_a_small_message_limit(admin: Any) -> None:
     small: Any = NewTopic
     async with open_workload(servers.kafka(), partitions=1) as workload:
         workload.service = workload.service.model_copy(update={"ordering": "none"})
@@ -203,14 +209,14 @@ async def test_small_letters_that_come_at_once_to_a_topic_with_a_small_limit_sta
         bodies = [b"no json %d" % number for number in range(20)]
         await asyncio.gather(*(workload.publisher.send(workload.topic, b"key", body, []) for body in bodies))
         await workload.join()
-        letters = await read(workload, dead, 20)
+        dead_letters = await read(workload, dead, 20)
 
-    assert sorted(letter.value for letter in letters) == sorted(bodies)
-    assert [name for letter in letters for name, _ in letter.headers if name.endswith("-dropped")] == []
+    assert sorted(dead_letter.value for dead_letter in dead_letters) == sorted(bodies)
+    assert [name for dead_letter in dead_letters for name, _ in dead_letter.headers if name.endswith("-dropped")] == []
 
 
 async def read(workload: Workload, topic: str, count: int) -> list[Any]:
-    """The first `count` messages of a topic."""
+    """Read the first `count` messages of a topic."""
     client: Any = AIOKafkaConsumer(
         topic, bootstrap_servers=workload.settings.bootstrap_servers, auto_offset_reset="earliest"
     )

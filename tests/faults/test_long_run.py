@@ -1,6 +1,6 @@
-"""Size: storms of duplicates, topics played again, many live keys, long backlogs.
+"""Large scale: storms of duplicates, topics consumed again, many live keys, long backlogs.
 
-Broker and store are in memory, but for the many live keys: these are in a real Redis.
+Broker and store are in memory, except for the many live keys, which are in a real Redis.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_a_storm_of_triplicates_is_handled_once_each() -> None:
 
 @pytest.mark.scenario(15)
 @virtual_time
-async def test_a_topic_played_again_runs_nothing_until_the_ttl_is_over_and_everything_then() -> None:
+async def test_a_topic_consumed_again_runs_nothing_until_the_ttl_ends() -> None:
     broker, here, runs, router = FakeBroker(), guarded(), list[str](), EventRouter()
 
     @router.on(OrderPlaced)
@@ -59,20 +59,20 @@ async def test_a_topic_played_again_runs_nothing_until_the_ttl_is_over_and_every
 
     broker.publish(*(OrderPlaced(order_id=str(number)) for number in range(200)))
 
-    async def play() -> int:
-        """Everything from the beginning, as after an offset reset: how often the handler ran."""
+    async def consume_all() -> int:
+        """Consume the topic from the beginning, as after an offset reset, and return the number of runs."""
         broker.committed.clear()
         before = len(runs)
         async with running(IdempotentEventDispatcher(router, guarded(here.store).manager), broker) as worker:
             await worker.until(lambda: broker.committed.get(TOPIC) == 200)
         return len(runs) - before
 
-    assert await play() == 200
-    assert await play() == 0
+    assert await consume_all() == 200
+    assert await consume_all() == 0
     await asyncio.sleep(here.manager.config.default_ttl_seconds - 60)
-    assert await play() == 0
+    assert await consume_all() == 0
     await asyncio.sleep(60)
-    assert await play() == 200
+    assert await consume_all() == 200
 
 
 # Many live keys in a real Redis.
@@ -87,14 +87,16 @@ async def manager(redis_client: Redis) -> AsyncIterator[IdempotencyManager]:
 
 
 async def hold(manager: IdempotencyManager, count: int) -> None:
-    """Let `count` keys be held."""
+    """Reserve `count` keys."""
     for start in range(0, count, 10_000):
         keys = [f"order:{number}" for number in range(start, min(start + 10_000, count))]
         assert all(isinstance(verdict, Reserved) for verdict in await manager.reserve_many(keys))
 
 
 @pytest.mark.scenario(113)
-async def test_a_hundred_thousand_keys_are_counted_and_scanned_while_others_go_on(manager: IdempotencyManager) -> None:
+async def test_a_hundred_thousand_keys_are_counted_and_scanned_without_blocking_others(
+    manager: IdempotencyManager,
+) -> None:
     many, pauses, done = 100_000, list[float](), asyncio.Event()
     await hold(manager, many)
 
@@ -104,13 +106,13 @@ async def test_a_hundred_thousand_keys_are_counted_and_scanned_while_others_go_o
             await manager.run(f"other:{len(pauses)}", _nothing)
             pauses.append(time.perf_counter() - began)
 
-    beside = asyncio.create_task(others())
+    background = asyncio.create_task(others())
     active = await manager.count_active()
     found = {record.key async for record in manager.repository.scan(manager.space.root)}
     done.set()
-    await beside
+    await background
 
-    # What runs beside it may be seen at work.
+    # The concurrent work may be counted too.
     assert 0 <= active - many <= 1
     assert 0 <= len(found) - many <= len(pauses)
     assert len(pauses) > 100
@@ -118,7 +120,7 @@ async def test_a_hundred_thousand_keys_are_counted_and_scanned_while_others_go_o
 
 
 @pytest.mark.scenario(113)
-async def test_a_scan_keeps_a_page_in_memory_and_not_all(manager: IdempotencyManager) -> None:
+async def test_a_scan_keeps_only_one_page_in_memory(manager: IdempotencyManager) -> None:
     await hold(manager, 5_000)
 
     tracemalloc.start()
@@ -136,11 +138,11 @@ async def test_a_scan_keeps_a_page_in_memory_and_not_all(manager: IdempotencyMan
 async def _nothing() -> None: ...
 
 
-# A consumer that is slower than its topic.
+# Handlers that are slower than their topic.
 
 
 class EndlessConsumer(FakeConsumer):
-    """The only member of a group whose partition holds ten million messages, made when they are fetched."""
+    """The only member of a group, with a partition of ten million messages that are generated when they are fetched."""
 
     LENGTH = 10_000_000
 
@@ -157,7 +159,7 @@ class EndlessConsumer(FakeConsumer):
             return {}
         await asyncio.sleep(0)
         first = self._positions[TOPIC]
-        # As with max_partition_fetch_bytes, one fetch is about a megabyte.
+        # One fetch is about a megabyte, as limited by max_partition_fetch_bytes.
         end = first + max(1, min(max_records, MEGABYTE // len(self._padding)))
         self._positions[TOPIC] = end
         return {TOPIC: [self._message(offset) for offset in range(first, end)]}
@@ -171,7 +173,7 @@ class EndlessConsumer(FakeConsumer):
 
 
 async def peak_of(router: EventRouter, size: int, until: Callable[[ServiceWorker], bool], **service: Any) -> int:
-    """Bytes that a worker on the endless topic takes at most, until that is so."""
+    """Return the peak memory in bytes of a worker on the endless topic, until a condition holds."""
     broker = FakeBroker()
     consumer = EndlessConsumer(broker, size)
     worker = ServiceWorker(
@@ -184,11 +186,11 @@ async def peak_of(router: EventRouter, size: int, until: Callable[[ServiceWorker
     )
     tracemalloc.start()
     try:
-        under_way = RunningWorker(worker, broker, consumer)
-        await under_way.until(lambda: until(worker), 1e9)
+        running_worker = RunningWorker(worker, broker, consumer)
+        await running_worker.until(lambda: until(worker), 1e9)
         assert worker.report().lag > 9_900_000
         worker.stop()
-        await under_way.task
+        await running_worker.task
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -196,7 +198,7 @@ async def peak_of(router: EventRouter, size: int, until: Callable[[ServiceWorker
 
 @pytest.mark.scenario(114)
 @virtual_time
-async def test_a_handler_slower_than_its_topic_keeps_a_bounded_number_of_messages_in_memory() -> None:
+async def test_a_slow_handler_keeps_a_bounded_number_of_messages_in_memory() -> None:
     router = EventRouter()
 
     @router.on(OrderPlaced)
@@ -212,7 +214,7 @@ async def test_a_handler_slower_than_its_topic_keeps_a_bounded_number_of_message
 
 @pytest.mark.scenario(114)
 @virtual_time
-async def test_large_messages_are_bounded_by_their_bytes() -> None:
+async def test_large_messages_in_memory_are_bounded_by_their_size() -> None:
     router = EventRouter()
 
     @router.on(OrderPlaced)
@@ -228,7 +230,7 @@ async def test_large_messages_are_bounded_by_their_bytes() -> None:
 
 @pytest.mark.scenario(114)
 @virtual_time
-async def test_one_stuck_message_does_not_let_the_rest_of_its_partition_fill_the_memory(
+async def test_a_stuck_message_does_not_let_its_partition_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     router, most = EventRouter(), 2_000
@@ -239,9 +241,9 @@ async def test_one_stuck_message_does_not_let_the_rest_of_its_partition_fill_the
         if event.order_id == "0":
             await asyncio.sleep(1e8)
 
-    def is_resting(worker: ServiceWorker) -> bool:
+    def is_paused(worker: ServiceWorker) -> bool:
         return worker.report().tally.handled >= most - 1 and worker.report().in_flight == 1
 
-    peak = await peak_of(router, 1_000, is_resting, ordering="none", drain_timeout_seconds=0.1)
+    peak = await peak_of(router, 1_000, is_paused, ordering="none", drain_timeout_seconds=0.1)
 
     assert peak < 8 * MEGABYTE

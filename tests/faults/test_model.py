@@ -1,6 +1,6 @@
-"""The protocol keeps its rules in every state of the model, and each of the known bugs breaks one there.
+"""The protocol keeps its rules in every state of the model, and each known bug breaks one of them.
 
-And the model is the code: every step of a record that the explorer takes is compared with the real store.
+The model matches the code: every record transition that the explorer takes is compared with the real store.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.model.telling import table
 from tests.support.guarded import LEASE, Job, guarded
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-"""The store's clock stands here: fences then count from the highest one given, as in the model."""
+"""The store's clock is stopped at this time, so that fences are counted from the highest one, as in the model."""
 
 SECOND = timedelta(seconds=1)
 
@@ -40,7 +40,7 @@ TWO_WORKERS = tuple(
         Faults(late=1, lost_records=1, failures=1),
     )
 )
-"""Together every kind of call, to every kind of record."""
+"""Together, these cover every kind of call on every kind of record."""
 
 
 def test_no_interleaving_of_three_workers_and_two_keys_breaks_a_rule() -> None:
@@ -53,38 +53,37 @@ def test_no_interleaving_of_three_workers_and_two_keys_breaks_a_rule() -> None:
 @pytest.mark.parametrize(
     ("name", "rule"), [(name, rule) for name, variant in VARIANTS.items() for rule in variant.breaks]
 )
-def test_each_known_bug_is_found_with_the_shortest_way_to_it(name: str, rule: Rule) -> None:
+def test_each_known_bug_is_found_with_a_shortest_counterexample(name: str, rule: Rule) -> None:
     variant = VARIANTS[name]
 
     found = explore(Machine(variant.setup, variant.protocol), look_for=[rule]).counterexample
 
     assert found is not None
     assert found.rule is rule
-    told = table(found, variant.setup).splitlines()
-    assert len(told) == 1 + len(found.moves) + 1
-    assert told[-1] == f"broken: {rule.value}"
+    lines = table(found, variant.setup).splitlines()
+    assert len(lines) == 1 + len(found.moves) + 1
+    assert lines[-1] == f"broken: {rule.value}"
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_where_a_variant_breaks_ours_does_not(name: str) -> None:
+def test_the_protocol_keeps_the_rules_that_a_variant_breaks(name: str) -> None:
     variant = VARIANTS[name]
 
-    first = explore(Machine(variant.setup, variant.protocol)).counterexample
-    ours = explore(Machine(variant.setup, OURS)).counterexample
+    counterexample = explore(Machine(variant.setup, variant.protocol)).counterexample
 
-    assert first is not None
-    assert first.rule in variant.breaks
-    assert ours is None
+    assert counterexample is not None
+    assert counterexample.rule in variant.breaks
+    assert explore(Machine(variant.setup, OURS)).counterexample is None
 
 
-def test_the_way_to_the_lost_message_of_the_seeds_reads_like_a_story() -> None:
+def test_a_counterexample_is_printed_as_a_readable_table() -> None:
     variant = VARIANTS["acknowledge-in-progress"]
     found = explore(Machine(variant.setup, variant.protocol)).counterexample
     assert found is not None
 
-    told = [" ".join(line.split()) for line in table(found, variant.setup).splitlines()]
+    lines = [" ".join(line.split()) for line in table(found, variant.setup).splitlines()]
 
-    assert told == [
+    assert lines == [
         "who does and then record a offsets",
         "1 W1 is given partition 0 - 0",
         "2 W1 a@0: is delivered asking - 0",
@@ -98,7 +97,7 @@ def test_the_way_to_the_lost_message_of_the_seeds_reads_like_a_story() -> None:
     ]
 
 
-def test_remembering_what_actors_do_changes_nothing() -> None:
+def test_memoizing_moves_does_not_change_the_result() -> None:
     setup = TWO_WORKERS[2]
 
     quick = explore(Machine(setup, OURS))
@@ -107,7 +106,7 @@ def test_remembering_what_actors_do_changes_nothing() -> None:
     assert (quick.states, quick.steps, quick.depth) == (plain.states, plain.steps, plain.depth)
 
 
-async def test_every_step_of_a_record_in_the_model_is_the_real_stores() -> None:
+async def test_every_record_transition_of_the_model_matches_the_real_store() -> None:
     calls: set[StoreCall] = set()
 
     for setup in TWO_WORKERS:
@@ -122,52 +121,52 @@ async def test_every_step_of_a_record_in_the_model_is_the_real_stores() -> None:
 
 
 @virtual_time
-async def test_a_run_after_a_lost_lease_knows_of_the_run_before_it_though_the_record_was_written_anew() -> None:
+async def test_a_run_after_a_lost_lease_counts_the_previous_run_although_its_record_was_recreated() -> None:
     here, job, work = guarded(), Job(seconds=4 * LEASE), Work(Key.of("order:1"))
     first = asyncio.create_task(here.manager.execute(work, job.with_attempt))
     await job.started.wait()
     await here.manager.delete("order:1")
-    await asyncio.sleep(LEASE / 2)  # its renewal was refused: reserved anew
+    await asyncio.sleep(LEASE / 2)  # its renewal was refused, and the key reserved again
     here.store.down.add("renew")
     with pytest.raises(LeaseLostError):
         await first
     job.seconds = 0.0
     await asyncio.sleep(LEASE)
 
-    again = await here.manager.execute(work, job.with_attempt)
+    outcome = await here.manager.execute(work, job.with_attempt)
 
-    assert isinstance(again, Executed)
+    assert isinstance(outcome, Executed)
     assert [attempt.number for attempt in job.attempts] == [1, 2]
 
 
 async def _real(call: StoreCall) -> tuple[Record | None, Answer]:
-    """What `MemoryIdempotencyRepository` makes of one call of the model."""
+    """Return the record and the answer of `MemoryIdempotencyRepository` for one call of the model."""
     before, clock, request, _, _ = call
     store = MemoryIdempotencyRepository(clock=lambda: EPOCH)
     store._highest_fence = clock
     if before is not None:
         store._entries["a"] = _entry(before)
-    answer = await _asked(store, request)
+    answer = await _answer(store, request)
     entry = store._entries.get("a")
     return None if entry is None else _record(entry), answer
 
 
-async def _asked(store: MemoryIdempotencyRepository, request: Request) -> Answer:
+async def _answer(store: MemoryIdempotencyRepository, request: Request) -> Answer:
     token = _token(request.token)
     held = Reserved(key="a", token=token, attempt=1, fence=request.fence, lease=SECOND)
     match request.verb:
         case Verb.RESERVE:
-            wish = ReserveRequest(key="a", token=token, lease=SECOND, retention=10 * SECOND)
-            return Answer(type((await store.reserve([wish]))[0]).__name__)
+            reserve = ReserveRequest(key="a", token=token, lease=SECOND, retention=10 * SECOND)
+            return Answer(type((await store.reserve([reserve]))[0]).__name__)
         case Verb.RENEW:
-            [ours] = await store.renew([held], SECOND)
+            [accepted] = await store.renew([held], SECOND)
         case Verb.COMPLETE:
-            [ours] = await store.complete([Completion(reservation=held, ttl=10 * SECOND)])
+            [accepted] = await store.complete([Completion(reservation=held, ttl=10 * SECOND)])
         case Verb.FAIL:
-            [ours] = await store.fail([Failure(reservation=held, ttl=10 * SECOND, error="")])
+            [accepted] = await store.fail([Failure(reservation=held, ttl=10 * SECOND, error="")])
         case Verb.RELEASE:
-            [ours] = await store.release([held])
-    return Answer.YES if ours else Answer.NO
+            [accepted] = await store.release([held])
+    return Answer.YES if accepted else Answer.NO
 
 
 def _entry(record: Record) -> _Entry:

@@ -1,4 +1,4 @@
-"""A producer that the broker refuses, on a real Kafka."""
+"""Producers that a real Kafka broker rejects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_a_producer_out_of_order_is_replaced_and_its_event_can_be_publishe
         assert refused is not None
         numbers = refused._txn_manager._sequence_numbers
         for partition in list(numbers):
-            numbers[partition] += 100  # as if batches in between had been lost
+            numbers[partition] += 100  # as if the batches in between had been lost
 
         with pytest.raises(PublishError, match="OutOfOrder"):
             await shop.publisher.publish(second)
@@ -35,7 +35,7 @@ async def test_a_producer_out_of_order_is_replaced_and_its_event_can_be_publishe
 
 
 @pytest.mark.scenario(74)
-async def test_a_producer_that_is_fenced_is_replaced_and_its_event_can_be_published_again(
+async def test_a_fenced_producer_is_replaced_and_its_event_can_be_published_again(
     kafka: Kafka, topic_prefix: str, redis_url: str
 ) -> None:
     first, second, third = orders(3)
@@ -44,11 +44,11 @@ async def test_a_producer_that_is_fenced_is_replaced_and_its_event_can_be_publis
         fenced = shop.publisher._producer
         assert fenced is not None
         known = fenced._txn_manager
-        mine = known._pid_and_epoch
-        known._pid_and_epoch = mine._replace(epoch=mine.epoch + 1)  # the one that takes its place ...
+        original = known._pid_and_epoch
+        known._pid_and_epoch = original._replace(epoch=original.epoch + 1)  # publish as its successor ...
         known._sequence_numbers.clear()
         await shop.publisher.publish(second)
-        known._pid_and_epoch = mine  # ... and itself again
+        known._pid_and_epoch = original  # ... and as the fenced producer
 
         with pytest.raises(PublishError, match=r"Fenced|ProducerEpoch"):
             await shop.publisher.publish(third)

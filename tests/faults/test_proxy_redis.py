@@ -1,4 +1,4 @@
-"""A network that misbehaves between a worker and Redis.
+"""Network faults between a worker and Redis.
 
 The broker is in memory (see `tests.support.redis_shop`); server, proxy, driver, store and worker are real.
 """
@@ -24,7 +24,7 @@ from tests.support.redis_shop import DEAD, RedisShop, briefly, crash, open_redis
 from tests.support.workers import OrderPlaced
 
 SHORT_LEASE = 1.2
-"""Seconds: renewed after 0.4."""
+"""Seconds; renewed after 0.4 seconds."""
 
 SLOW_MACHINE = 5.0
 """Seconds that a busy machine may add to a measured time."""
@@ -39,14 +39,14 @@ def server() -> Iterator[RedisServer]:
 @pytest.fixture
 async def proxy(server: RedisServer) -> AsyncIterator[FaultProxy]:
     server.flush()
-    for script in SCRIPTS:  # a first call would be answered with NOSCRIPT, and its loss would prove nothing
+    for script in SCRIPTS:  # otherwise, the lost response of the first call would only be NOSCRIPT
         server.admin("SCRIPT", "LOAD", script.text)
     async with FaultProxy(server.address) as proxy:
         yield proxy
 
 
-async def misbehave(event: OrderPlaced, attempt: Attempt) -> None:
-    """What an order's number asks for."""
+async def behave_by_id(event: OrderPlaced, attempt: Attempt) -> None:
+    """Behave as requested by the order's ID."""
     match event.order_id:
         case "renew":
             await asyncio.sleep(SHORT_LEASE * 0.8)
@@ -66,7 +66,7 @@ CALLS = {
 
 
 def calls_of(verb: str, **how: Any) -> Cut:
-    """A cut at the calls of one verb: known by its script, and by the status that it writes."""
+    """Return a cut of the calls of one verb, identified by its script and the status that it writes."""
     script, status = CALLS[verb]
     return Cut(matching=script.sha.encode(), also=b"$1\r\n%b\r\n" % status if status else b"", **how)
 
@@ -79,16 +79,16 @@ STEPS: dict[str, dict[str, Any]] = {
     "answer lost, again and again": {"times": 5},
 }
 VERBS = {"reserve": [1], "renew": [1], "complete": [1], "release": [2], "fail": []}
-"""With the attempts whose effects happen."""
+"""Attempts whose effects happen, by verb."""
 
 
 @pytest.mark.scenario(10, 11)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("verb", VERBS)
-async def test_a_call_that_is_cut_short_is_repeated_without_harm(
+async def test_an_interrupted_call_is_repeated_safely(
     proxy: FaultProxy, effects: Effects, verb: str, step: str
 ) -> None:
-    async with open_redis_shop(effects, proxy.address, lease=SHORT_LEASE, behave=misbehave) as shop:
+    async with open_redis_shop(effects, proxy.address, lease=SHORT_LEASE, behave=behave_by_id) as shop:
         shop.order(1)
         await shop.settled()
         order = OrderPlaced(order_id=verb)
@@ -108,8 +108,8 @@ async def test_a_call_that_is_cut_short_is_repeated_without_harm(
         assert (shop.tally.leases_lost, shop.tally.waits) == (0, 0)
 
 
-async def test_a_failure_whose_answer_was_lost_is_remembered_once(proxy: FaultProxy, effects: Effects) -> None:
-    async with open_redis_shop(effects, proxy.address, behave=misbehave) as shop:
+async def test_a_failure_whose_response_was_lost_is_recorded_once(proxy: FaultProxy, effects: Effects) -> None:
+    async with open_redis_shop(effects, proxy.address, behave=behave_by_id) as shop:
         proxy.put(calls_of("fail"))
 
         shop.publish(OrderPlaced(order_id="fail"))
@@ -120,7 +120,7 @@ async def test_a_failure_whose_answer_was_lost_is_remembered_once(proxy: FaultPr
 
 
 @pytest.mark.scenario(18)
-async def test_a_worker_that_dies_inside_reserve_delays_its_event_by_one_lease(
+async def test_a_crash_during_reserve_delays_the_event_by_one_lease(
     server: RedisServer, proxy: FaultProxy, effects: Effects
 ) -> None:
     async with open_redis_shop(effects, proxy.address, lease=6, timeout=5) as doomed:
@@ -134,13 +134,13 @@ async def test_a_worker_that_dies_inside_reserve_delays_its_event_by_one_lease(
         proxy.take_away(held)
 
         began = time.monotonic()
-        async with open_redis_shop(effects, server.address, lease=6) as heir:
-            heir.publish(doomed.published[-1])
-            await heir.settled()
+        async with open_redis_shop(effects, server.address, lease=6) as successor:
+            successor.publish(doomed.published[-1])
+            await successor.settled()
 
-            assert heir.attempts("1") == [2]
+            assert successor.attempts("1") == [2]
             assert time.monotonic() - began < 6 + SLOW_MACHINE
-            assert heir.observer.counts[Signal.TAKEOVER] == 1
+            assert successor.observer.counts[Signal.TAKEOVER] == 1
     proxy.reset()
 
 
@@ -149,7 +149,7 @@ def _keys(server: RedisServer) -> list[str]:
 
 
 @pytest.mark.scenario(22)
-async def test_a_worker_that_dies_inside_complete_leaves_its_work_done(
+async def test_a_crash_during_complete_does_not_repeat_the_work(
     server: RedisServer, proxy: FaultProxy, effects: Effects
 ) -> None:
     async with open_redis_shop(effects, proxy.address, lease=2, timeout=1) as doomed:
@@ -161,18 +161,18 @@ async def test_a_worker_that_dies_inside_complete_leaves_its_work_done(
         proxy.put(HalfOpen())
         await crash(doomed)
 
-        async with open_redis_shop(effects, server.address, lease=2) as heir:
-            heir.publish(doomed.published[-1])
-            await heir.settled()
+        async with open_redis_shop(effects, server.address, lease=2) as successor:
+            successor.publish(doomed.published[-1])
+            await successor.settled()
 
-            assert heir.tally.duplicates == 1
-            assert heir.attempts("1") == [1]
+            assert successor.tally.duplicates == 1
+            assert successor.attempts("1") == [1]
     proxy.reset()
 
 
 @pytest.mark.scenario(42)
 @pytest.mark.parametrize("fault", [Delay(2), Drip(3), Stall()], ids=["slow", "dripping", "silent"])
-async def test_a_slow_store_pauses_the_worker_and_reserves_nothing_twice(
+async def test_a_slow_store_pauses_the_worker_without_double_reservations(
     proxy: FaultProxy, effects: Effects, fault: Delay | Drip | Stall
 ) -> None:
     async with open_redis_shop(effects, proxy.address) as shop:
@@ -190,7 +190,7 @@ async def test_a_slow_store_pauses_the_worker_and_reserves_nothing_twice(
 
 
 @pytest.mark.scenario(43)
-async def test_a_half_open_connection_is_noticed_within_the_deadline(proxy: FaultProxy, effects: Effects) -> None:
+async def test_a_half_open_connection_is_detected_within_the_deadline(proxy: FaultProxy, effects: Effects) -> None:
     async with open_redis_shop(effects, proxy.address) as shop:
         shop.order(1)
         await shop.settled()
@@ -204,12 +204,12 @@ async def test_a_half_open_connection_is_noticed_within_the_deadline(proxy: Faul
         proxy.heal()
         await shop.settled()
 
-        assert noticed_after < 0.5 + 2.0  # not after minutes, as without a deadline; others use this machine as well
+        assert noticed_after < 0.5 + 2.0  # without a deadline, it would take minutes
         shop.untouched()
 
 
 @pytest.mark.scenario(41)
-async def test_a_store_that_was_away_is_used_again_within_five_seconds(proxy: FaultProxy, effects: Effects) -> None:
+async def test_work_resumes_within_five_seconds_after_a_store_outage(proxy: FaultProxy, effects: Effects) -> None:
     async with open_redis_shop(effects, proxy.address) as shop:
         shop.order(1)
         await shop.settled()
@@ -227,7 +227,7 @@ async def test_a_store_that_was_away_is_used_again_within_five_seconds(proxy: Fa
         shop.untouched()
 
 
-async def test_connections_reset_all_the_time_cost_nothing_but_time(proxy: FaultProxy, effects: Effects) -> None:
+async def test_constant_connection_resets_only_delay_work(proxy: FaultProxy, effects: Effects) -> None:
     async with open_redis_shop(effects, proxy.address, behave=briefly) as shop:
         shop.order(60)
 
@@ -242,7 +242,7 @@ async def test_connections_reset_all_the_time_cost_nothing_but_time(proxy: Fault
 
 
 @pytest.mark.scenario(10, 11)
-async def test_every_third_answer_lost_at_random_loses_and_repeats_nothing(proxy: FaultProxy, effects: Effects) -> None:
+async def test_losing_a_third_of_the_responses_loses_and_repeats_nothing(proxy: FaultProxy, effects: Effects) -> None:
     async with open_redis_shop(effects, proxy.address, behave=briefly) as shop:
         lost = proxy.put(Cut(matching=b"EVALSHA", times=None, chance=1 / 3, seed=3, reset=True))
 
@@ -254,7 +254,7 @@ async def test_every_third_answer_lost_at_random_loses_and_repeats_nothing(proxy
 
 
 @pytest.mark.scenario(54)
-async def test_an_exhausted_pool_is_waited_for_and_leaks_nothing(
+async def test_calls_wait_for_an_exhausted_pool_without_leaking_connections(
     server: RedisServer, proxy: FaultProxy, effects: Effects
 ) -> None:
     narrow = {"max_connections": 2}

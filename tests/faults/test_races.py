@@ -1,4 +1,4 @@
-"""Many who want one key at one moment, on a real Redis and on a broker in memory."""
+"""Concurrent requests for one key, on a real Redis and with a broker in memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OrderMoved(BaseEvent):
 
 @pytest.fixture
 async def managers(redis_server: RedisServer) -> AsyncIterator[list[IdempotencyManager]]:
-    """Ten, each as in a process of its own: with a client of its own."""
+    """Provide ten managers with separate clients, as in separate processes."""
     redis_server.flush()
     clients = [redis_server.client() for _ in range(10)]
     managers = [IdempotencyManager(None, RedisIdempotencyRepository(client), scope="billing") for client in clients]
@@ -50,14 +50,14 @@ async def managers(redis_server: RedisServer) -> AsyncIterator[list[IdempotencyM
 
 
 @pytest.mark.scenario(8, 9)
-def test_of_a_hundred_takers_at_the_end_of_a_lease_one_gets_the_key_and_the_first_owner_writes_nothing() -> None:
+def test_one_of_a_hundred_takeovers_wins_and_the_first_owner_writes_nothing() -> None:
     figures = races.run(0, races.CAMPAIGN.in_test)
 
     assert figures["rounds"] == figures["takeovers"] == races.CAMPAIGN.in_test
 
 
 @pytest.mark.scenario(2)
-async def test_of_a_hundred_callers_at_a_barrier_one_gets_the_key_and_all_see_its_result(
+async def test_one_of_a_hundred_concurrent_callers_reserves_the_key_and_all_see_the_result(
     managers: list[IdempotencyManager],
 ) -> None:
     barrier = asyncio.Barrier(100)
@@ -67,16 +67,16 @@ async def test_of_a_hundred_callers_at_a_barrier_one_gets_the_key_and_all_see_it
         return await manager.reserve("order:1")
 
     verdicts = await asyncio.gather(*(ask(managers[number % 10]) for number in range(100)))
-    [ours] = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+    [reserved] = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
     assert sum(isinstance(verdict, InProgress) for verdict in verdicts) == 99
 
-    assert await managers[0].complete(ours, "receipt-1")
+    assert await managers[0].complete(reserved, "receipt-1")
     afterwards = await asyncio.gather(*(ask(managers[number % 10]) for number in range(100)))
     assert {verdict.result for verdict in afterwards} == {StoredResult(b'"receipt-1"')}
 
 
 @pytest.mark.scenario(2)
-async def test_a_hundred_runs_at_once_are_one_run_and_a_hundred_results(managers: list[IdempotencyManager]) -> None:
+async def test_a_hundred_concurrent_calls_run_once_and_share_the_result(managers: list[IdempotencyManager]) -> None:
     job = Job(seconds=0.2)
 
     results = await asyncio.gather(*(managers[number % 10].run("order:1", job) for number in range(100)))
@@ -94,16 +94,16 @@ async def test_a_second_delivery_gets_the_result_byte_for_byte(managers: list[Id
     assert completion.result is not None
 
     assert await here.complete_many([completion]) == [True]
-    told_again = Completion(reservation=reserved, ttl=completion.ttl, result=StoredResult(b'"another"'))
-    assert await here.complete_many([told_again]) == [True]
+    repeated = Completion(reservation=reserved, ttl=completion.ttl, result=StoredResult(b'"another"'))
+    assert await here.complete_many([repeated]) == [True]
 
-    again = await there.reserve("order:1")
-    assert isinstance(again, Completed)
-    assert again.result == completion.result
+    verdict = await there.reserve("order:1")
+    assert isinstance(verdict, Completed)
+    assert verdict.result == completion.result
 
 
 @pytest.mark.scenario(4)
-async def test_a_duplicate_of_a_run_that_fails_makes_one_retry_at_attempt_two(
+async def test_waiting_duplicates_of_a_failed_run_make_one_retry(
     managers: list[IdempotencyManager],
 ) -> None:
     job, work = Job(seconds=0.2, errors=[ConnectionError("for a moment")]), Key.of("order:1")
@@ -124,7 +124,7 @@ async def test_a_duplicate_of_a_run_that_fails_makes_one_retry_at_attempt_two(
 
 @pytest.mark.scenario(7)
 @virtual_time
-async def test_equal_content_is_handled_once_and_in_another_event_type_once_more() -> None:
+async def test_equal_content_is_handled_once_per_event_type() -> None:
     runs, router = list[str](), EventRouter()
 
     @router.on(OrderPlaced, OrderMoved, name="handle")
@@ -134,22 +134,24 @@ async def test_equal_content_is_handled_once_and_in_another_event_type_once_more
     resolver = KeyResolver(KeyStrategy.CONTENT_HASH)
     dispatcher = IdempotentEventDispatcher(router, guarded().manager, resolver=resolver)
 
-    ends = [await dispatcher.dispatch(event) for event in (OrderPlaced(), OrderPlaced(), OrderMoved(), OrderMoved())]
+    outcomes = [
+        await dispatcher.dispatch(event) for event in (OrderPlaced(), OrderPlaced(), OrderMoved(), OrderMoved())
+    ]
 
-    assert [type(end) for [end] in ends] == [Executed, Completed, Executed, Completed]
+    assert [type(outcome) for [outcome] in outcomes] == [Executed, Completed, Executed, Completed]
     assert runs == ["order_placed", "order_moved"]
 
 
 @pytest.mark.scenario(16)
 @pytest.mark.parametrize("ordering", ["partition", "none"])
 @virtual_time
-async def test_a_handler_that_publishes_its_own_event_again_is_not_run_for_it_and_blocks_nothing(
+async def test_a_handler_that_republishes_its_own_event_does_not_run_again_or_block(
     ordering: Literal["partition", "none"],
 ) -> None:
     broker, runs, router = FakeBroker(), list[str](), EventRouter()
 
     @router.on(OrderPlaced)
-    async def again(event: OrderPlaced) -> None:
+    async def charge(event: OrderPlaced) -> None:
         runs.append(event.order_id)
 
     async def publishing(handler: RegisteredHandler, call: HandlerCall) -> None:

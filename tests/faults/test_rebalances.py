@@ -1,4 +1,4 @@
-"""Members come and go while events flow."""
+"""Rebalances under load."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tests.support.workers import WorkerInTest
 pytestmark = pytest.mark.kafka
 
 MOST_IN_FLIGHT: Final = KEYS + 2
-"""Of one member: a poll that a rebalance wakes may still bring one."""
+"""Of one member: a poll that is interrupted by a rebalance may still return one message."""
 
 
 @pytest.fixture(autouse=True)
-def _kafka_is_there() -> None:
+def _require_kafka() -> None:
     need_kafka()
 
 
 @pytest.mark.scenario(62, 63)
-def test_members_that_join_and_leave_every_two_seconds_cost_no_event_and_no_order() -> None:
+def test_members_that_join_and_leave_every_two_seconds_lose_no_event_and_keep_the_order() -> None:
     figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
 
     assert figures["rebalances"] == CAMPAIGN.in_test
@@ -37,19 +37,19 @@ def test_members_that_join_and_leave_every_two_seconds_cost_no_event_and_no_orde
 
 
 @pytest.mark.scenario(65)
-async def test_a_full_worker_rests_on_after_a_rebalance_that_cleared_its_pauses() -> None:
+async def test_a_full_worker_stays_paused_after_a_rebalance() -> None:
     async with open_workload(servers.kafka(), partitions=2) as workload:
         workload.service = BY_KEY.model_copy(update={"max_in_flight": KEYS, "drain_timeout_seconds": 0.1})
         first = await workload.join()
         await eventually(lambda: first.worker.health().ready)
-        for _ in range(2):  # paused at the second time as well, with assignments that were awake in between
+        for _ in range(2):  # the second time, after the assignments have been resumed
             workload.may_end.clear()
             for _ in range(8):
                 await workload.publish_round()
-            await all_rest([first])
+            await wait_until_paused([first])
             second = await workload.join()
             await eventually(lambda member=second: member.worker.report().partitions == 1)  # type: ignore[misc]
-            await all_rest([first, second])
+            await wait_until_paused([first, second])
 
             assert max(member.worker.report().in_flight for member in workload.members) <= MOST_IN_FLIGHT
             workload.may_end.set()
@@ -59,16 +59,16 @@ async def test_a_full_worker_rests_on_after_a_rebalance_that_cleared_its_pauses(
         await workload.judge()
 
 
-async def all_rest(members: Sequence[WorkerInTest]) -> None:
-    """Return once each of `members` is full, and its client has paused all that it has, for some polls on end."""
-    resting_since = time.monotonic()
-    give_up_at = resting_since + 60
-    while time.monotonic() < resting_since + 0.7:
+async def wait_until_paused(members: Sequence[WorkerInTest]) -> None:
+    """Wait until the client of each member has had all of its partitions paused for several consecutive polls."""
+    paused_since = time.monotonic()
+    give_up_at = paused_since + 60
+    while time.monotonic() < paused_since + 0.7:
         assert time.monotonic() < give_up_at, [
             (member.worker.report(), client_of(member).paused()) for member in members
         ]
         if not all(client_of(member).paused() >= client_of(member).assignment() != set() for member in members):
-            resting_since = time.monotonic()
+            paused_since = time.monotonic()
         await asyncio.sleep(0.02)
 
 

@@ -1,4 +1,4 @@
-"""A Redis Cluster that changes under a worker: slots move, primaries die, are cut off or step down.
+"""Workers on a Redis Cluster that changes: slots move, primaries die, are cut off or step down.
 
 The broker is in memory (see `tests.support.redis_shop`); the six servers, driver, store and worker are real.
 """
@@ -44,7 +44,7 @@ async def store(cluster: RedisCluster) -> AsyncIterator[RedisClusterIdempotencyR
 
 @asynccontextmanager
 async def loaded(shop: RedisShop) -> AsyncIterator[None]:
-    """New orders, and each of them once more a little later, as long as the block lasts; settled at its end."""
+    """Publish new orders and duplicates of earlier ones during the block, and wait until they are settled."""
 
     async def keep_ordering() -> None:
         while True:
@@ -62,14 +62,14 @@ async def loaded(shop: RedisShop) -> AsyncIterator[None]:
 
 
 @pytest.mark.scenario(50)
-async def test_slots_that_move_under_load_cost_nothing(
+async def test_slots_move_under_load_without_loss_or_repeats(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository, effects: Effects
 ) -> None:
     target = cluster.primaries()[0]
     async with open_redis_shop(effects, store, behave=briefly) as shop:
         async with loaded(shop):
-            theirs = set(BUCKET_SLOTS) - cluster.slots_of(target)
-            slots = sorted(theirs)[::4]
+            slots_elsewhere = set(BUCKET_SLOTS) - cluster.slots_of(target)
+            slots = sorted(slots_elsewhere)[::4]
             moved = await asyncio.to_thread(cluster.move_slots, slots, target)
 
         assert moved >= len(slots) / 2
@@ -80,7 +80,7 @@ async def test_slots_that_move_under_load_cost_nothing(
 
 
 @pytest.mark.scenario(44)
-async def test_a_worker_follows_the_replica_that_takes_a_primarys_place(
+async def test_a_worker_follows_the_replica_that_replaces_a_primary(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository, effects: Effects
 ) -> None:
     slot = BUCKET_SLOTS[0]
@@ -100,7 +100,7 @@ async def test_a_worker_follows_the_replica_that_takes_a_primarys_place(
 
 
 @pytest.mark.scenario(50)
-async def test_a_primary_that_steps_down_in_good_order_costs_no_repeat(
+async def test_a_manual_failover_in_a_cluster_repeats_nothing(
     cluster: RedisCluster, store: RedisClusterIdempotencyRepository, effects: Effects
 ) -> None:
     slot = BUCKET_SLOTS[0]

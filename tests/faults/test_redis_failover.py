@@ -1,4 +1,4 @@
-"""Another server in Redis's place: by Sentinel, and with writes that were acknowledged and lost.
+"""Failovers of Redis: by Sentinel, and with loss of acknowledged writes.
 
 The broker is in memory (see `tests.support.redis_shop`); servers, Sentinels, driver, store and worker are real.
 """
@@ -62,9 +62,9 @@ async def test_a_worker_follows_the_primary_that_sentinel_names(
         shop.order(100)
         try:
             await asyncio.to_thread(group.await_failover, old)
-            named_at = time.monotonic()
+            failed_over_at = time.monotonic()
             await shop.settled()
-            took = time.monotonic() - named_at
+            took = time.monotonic() - failed_over_at
             await eventually(lambda: shop.observer.counts[Signal.STORE_FAILOVER])
         finally:
             await asyncio.to_thread(group.rejoin, old)
@@ -75,7 +75,7 @@ async def test_a_worker_follows_the_primary_that_sentinel_names(
 
 
 @pytest.mark.scenario(50)
-async def test_a_primary_that_was_demoted_in_good_order_is_left_for_the_new_one(
+async def test_a_worker_follows_a_manual_failover_by_sentinel(
     group: RedisGroup, store: RedisIdempotencyRepository, effects: Effects
 ) -> None:
     old = group.primary()
@@ -100,25 +100,25 @@ async def _keep_ordering(shop: RedisShop) -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "said"),
+    ("cause", "message"),
     [
         ("no sentinel", "no Sentinel reports a primary for"),
         ("unknown name", "no Sentinel knows master_name = 'elsewhere'"),
     ],
 )
-async def test_no_primary_to_be_found_is_an_outage(group: RedisGroup, why: str, said: str) -> None:
-    wrong = {"sentinels": ("127.0.0.1:1",)} if why == "no sentinel" else {"master_name": "elsewhere"}
+async def test_a_missing_primary_is_an_outage(group: RedisGroup, cause: str, message: str) -> None:
+    wrong = {"sentinels": ("127.0.0.1:1",)} if cause == "no sentinel" else {"master_name": "elsewhere"}
     client = redis_sentinel_client(group.settings().model_copy(update=wrong))
     store = RedisIdempotencyRepository(client, timeout=timedelta(seconds=30))
 
-    with pytest.raises(StoreUnavailableError, match=said) as caught:
+    with pytest.raises(StoreUnavailableError, match=message) as caught:
         await store.get(["k"])
 
     assert isinstance(caught.value.__cause__, MasterNotFoundError)
     await client.aclose()
 
 
-async def test_a_sentinel_that_is_gone_or_hangs_does_not_matter(group: RedisGroup) -> None:
+async def test_unreachable_or_hanging_sentinels_are_skipped(group: RedisGroup) -> None:
     hanging = group.sentinels[0]
     addresses = ("127.0.0.1:1", f"127.0.0.1:{hanging.port}", f"127.0.0.1:{group.sentinels[1].port}")
     client = redis_sentinel_client(group.settings(timeout_seconds=2).model_copy(update={"sentinels": addresses}))
@@ -133,11 +133,13 @@ async def test_a_sentinel_that_is_gone_or_hangs_does_not_matter(group: RedisGrou
     await client.aclose()
 
 
-# Writes that were acknowledged and lost.
+# Loss of acknowledged writes.
 
 
 @pytest.mark.scenario(44)
-async def test_a_completion_lost_in_a_failover_is_owned_up_to_and_the_sink_is_not_fooled(effects: Effects) -> None:
+async def test_a_completion_lost_in_a_failover_is_counted_and_repeats_nothing_in_a_fenced_sink(
+    effects: Effects,
+) -> None:
     async with lagging_pair() as pair, open_redis_shop(effects, pair.front.address) as shop:
         shop.order(5)
         await shop.settled()
@@ -158,12 +160,12 @@ async def test_a_completion_lost_in_a_failover_is_owned_up_to_and_the_sink_is_no
 
 
 @pytest.mark.scenario(44, 45)
-async def test_a_reservation_lost_in_a_failover_is_noticed_at_completion(effects: Effects) -> None:
+async def test_a_reservation_lost_in_a_failover_is_detected_at_completion(effects: Effects) -> None:
     may_go_on = asyncio.Event()
-    began: list[str] = []
+    started: list[str] = []
 
     async def wait(event: OrderPlaced, attempt: Attempt) -> None:
-        began.append(event.order_id)
+        started.append(event.order_id)
         await may_go_on.wait()
 
     async with lagging_pair() as pair, open_redis_shop(effects, pair.front.address, behave=wait) as shop:
@@ -171,7 +173,7 @@ async def test_a_reservation_lost_in_a_failover_is_noticed_at_completion(effects
         await pair.in_step()
         with pair.link.fault(Stall()):
             events = shop.order(3)
-            await eventually(lambda: len(began) == 3)
+            await eventually(lambda: len(started) == 3)
             await pair.fail_over()
         may_go_on.set()
         await shop.settled()

@@ -1,7 +1,7 @@
-"""A Redis that is up and refuses: full, read-only, busy, or no longer ours.
+"""A running Redis that refuses requests: full, read-only, busy, or with changed credentials.
 
 The broker is in memory (see `tests.support.redis_shop`); server, driver, store and worker are real.
-`tests/integration/test_redis_store_errors.py` has the same faults call by call.
+`tests/integration/test_redis_store_errors.py` covers the same faults for each store call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.redis_shop import Held, RedisShop, open_redis_shop
 SECRET = "hunter2-hunter2"
 
 
-# Refusing what we ask.
+# Refused requests.
 
 
 def full(server: RedisServer) -> None:
@@ -40,7 +40,7 @@ def roomy(server: RedisServer) -> None:
 
 
 def cannot_save(server: RedisServer) -> None:
-    """Saving fails since the name of the snapshot is that of a folder."""
+    """Make saving fail: there is a folder with the name of the snapshot."""
     (server.folder / "dump.rdb" / "full").mkdir(parents=True)
     server.admin("CONFIG", "SET", "save", "3600 1000000")
     server.admin("BGSAVE")
@@ -89,9 +89,7 @@ REFUSALS: dict[str, tuple[Step, Step, str]] = {
 
 @pytest.mark.scenario(48, 50)
 @pytest.mark.parametrize("code", REFUSALS)
-async def test_a_server_that_refuses_writes_pauses_the_worker_and_nothing_is_run(
-    server: RedisServer, effects: Effects, code: str
-) -> None:
+async def test_a_server_that_refuses_writes_pauses_the_worker(server: RedisServer, effects: Effects, code: str) -> None:
     spoil, restore, reason = REFUSALS[code]
     async with open_redis_shop(effects, server.address) as shop:
         shop.order(3)
@@ -100,7 +98,7 @@ async def test_a_server_that_refuses_writes_pauses_the_worker_and_nothing_is_run
             await asyncio.to_thread(spoil, server)
             shop.order(10)
             assert reason in await shop.paused()
-            # Its answer to a ping alone does not open the gate.
+            # A successful ping is not enough to resume.
             assert not await _opens_within(shop, 1.0)
             assert len(shop.effects.done()) == 3
         finally:
@@ -122,7 +120,7 @@ async def _opens_within(shop: RedisShop, seconds: float) -> bool:
 
 @pytest.mark.scenario(49, 50)
 @pytest.mark.parametrize("code", REFUSALS)
-async def test_a_server_that_refuses_completions_gets_them_once_it_takes_them(
+async def test_refused_completions_are_repeated_until_the_server_accepts_them(
     server: RedisServer, effects: Effects, code: str
 ) -> None:
     spoil, restore, reason = REFUSALS[code]
@@ -148,13 +146,13 @@ async def test_a_server_that_refuses_completions_gets_them_once_it_takes_them(
 
 
 @pytest.mark.scenario(50)
-async def test_a_server_busy_with_a_long_script_is_waited_for(effects: Effects) -> None:
+async def test_a_worker_waits_for_a_server_that_runs_a_long_script(effects: Effects) -> None:
     with RedisServer(config={"lua-time-limit": "100"}) as server:
         async with open_redis_shop(effects, server.address) as shop:
             shop.order(3)
             await shop.settled()
-            busy = asyncio.create_task(asyncio.to_thread(_run_for_ever, server))
-            await asyncio.to_thread(_until_busy, server)
+            busy = asyncio.create_task(asyncio.to_thread(_run_endless_script, server))
+            await asyncio.to_thread(_wait_until_busy, server)
 
             shop.order(10)
             assert "busy with a long script" in await shop.paused()
@@ -165,27 +163,27 @@ async def test_a_server_busy_with_a_long_script_is_waited_for(effects: Effects) 
             shop.untouched()
 
 
-def _run_for_ever(server: RedisServer) -> None:
+def _run_endless_script(server: RedisServer) -> None:
     with pytest.raises(RedisError, match="killed"):
         server.admin("EVAL", "while true do end", 0)
 
 
-def _until_busy(server: RedisServer) -> None:
+def _wait_until_busy(server: RedisServer) -> None:
     until = time.monotonic() + 10
     while time.monotonic() < until:
         try:
             server.admin("PING")
         except RedisError:
             return
-    raise AssertionError("never busy")
+    raise AssertionError("the server did not become busy")
 
 
 @pytest.mark.scenario(50)
-async def test_a_server_that_loads_its_data_is_waited_for(effects: Effects) -> None:
-    # It looks at its clients once in every kilobyte, which must not be many keys: each takes two milliseconds.
+async def test_a_worker_waits_for_a_server_that_loads_its_data(effects: Effects) -> None:
+    # Redis serves its clients once per kilobyte, so each key must be large: loading a key takes two milliseconds.
     saving = {"save": ["3600", "1"], "rdbcompression": "no"}
     slowly = saving | {"key-load-delay": "2000", "loading-process-events-interval-bytes": "1024"}
-    # Redis 6.2 does not know how often to look at its clients while it loads.
+    # Redis 6.2 does not support loading-process-events-interval-bytes.
     with RedisServer(binary=needs_newer_binary(), config=saving) as server:
         async with open_redis_shop(effects, server.address, timeout=2) as shop:
             shop.order(3)
@@ -196,7 +194,7 @@ async def test_a_server_that_loads_its_data_is_waited_for(effects: Effects) -> N
             await asyncio.to_thread(server.start, loading=True)
 
             shop.order(10)
-            # Its first answer may come too late on a busy machine; the next look tells why.
+            # On a busy machine, the first ping may time out; the next one returns the reason.
             await eventually(lambda: "Redis is loading its data" in shop.reason, state=shop.snapshot)
             assert shop.state == "paused"
             await shop.settled()
@@ -210,12 +208,12 @@ def _fill(server: RedisServer, keys: int) -> None:
         client.save()
 
 
-# Refusing us.
+# Refused credentials.
 
 
 @asynccontextmanager
-async def locked(server: RedisServer, rules: str = "~* +@all") -> AsyncIterator[dict[str, str]]:
-    """Settings of a user that exists within the block; nobody else is let in by the worker's address."""
+async def worker_user(server: RedisServer, rules: str = "~* +@all") -> AsyncIterator[dict[str, str]]:
+    """Create the user `worker` for the block, and return its credentials."""
     await _set_user(server, rules)
     yield {"username": "worker", "password": SECRET}
     await asyncio.to_thread(server.admin, "ACL", "DELUSER", "worker")
@@ -228,37 +226,35 @@ async def _set_user(server: RedisServer, rules: str, password: str = SECRET) -> 
 
 @pytest.mark.scenario(52)
 @pytest.mark.parametrize(
-    ("rules", "named"),
+    ("rules", "missing"),
     [("~* +@all -evalsha", "+evalsha"), ("~* +@all -setrange", "+setrange"), ("~other:* +@all", "~prefix*")],
 )
-async def test_a_worker_that_lacks_a_permission_ends_at_its_start_and_names_it(
-    server: RedisServer, effects: Effects, rules: str, named: str
+async def test_a_missing_permission_is_named_in_an_error_at_start(
+    server: RedisServer, effects: Effects, rules: str, missing: str
 ) -> None:
-    async with locked(server, rules) as credentials:
+    async with worker_user(server, rules) as credentials:
         with pytest.raises(StoreConfigurationError) as refused:
-            await _run_until_it_ends(effects, server, credentials)
+            await _run_until_exit(effects, server, credentials)
 
-    assert named in str(refused.value)
+    assert missing in str(refused.value)
     assert SECRET not in f"{refused.value!r} {refused.value}"
     assert effects.done() == set()
 
 
-async def _run_until_it_ends(effects: Effects, server: RedisServer, credentials: dict[str, str]) -> None:
+async def _run_until_exit(effects: Effects, server: RedisServer, credentials: dict[str, str]) -> None:
     async with open_redis_shop(effects, server.address, store=credentials) as shop:
         shop.order(1)
         await asyncio.wait({shop.worker.task})
 
 
 @pytest.mark.scenario(52, 104)
-async def test_a_process_with_a_wrong_password_exits_with_an_error_that_names_no_secret(
-    server: RedisServer, tmp_path: Path
-) -> None:
+async def test_a_process_with_a_wrong_password_exits_without_logging_it(server: RedisServer, tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(
         f'[store]\nurl = "unix://{server.socket_path}"\nusername = "worker"\npassword = "wrong-{SECRET}"\n'
         "[telemetry]\nmetrics_port = 0\n"
     )
     arguments = ("tests.support.shop:platform", "--settings", str(tmp_path / "settings.toml"))
-    async with locked(server):
+    async with worker_user(server):
         with ServiceProcess(*arguments, log=tmp_path / "log", env={"SHOP_JOURNAL": os.devnull}) as process:
             status = await asyncio.to_thread(process.wait)
 
@@ -268,10 +264,10 @@ async def test_a_process_with_a_wrong_password_exits_with_an_error_that_names_no
 
 
 @pytest.mark.scenario(52)
-async def test_a_password_changed_under_way_pauses_the_worker_until_it_is_let_in_again(
+async def test_a_changed_password_pauses_the_worker_until_it_is_accepted_again(
     server: RedisServer, effects: Effects
 ) -> None:
-    async with locked(server) as credentials, open_redis_shop(effects, server.address, store=credentials) as shop:
+    async with worker_user(server) as credentials, open_redis_shop(effects, server.address, store=credentials) as shop:
         shop.order(3)
         await shop.settled()
 

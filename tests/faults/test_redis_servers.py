@@ -1,7 +1,7 @@
-"""A Redis that is away, emptied, without its last writes or unfit, under a worker.
+"""Workers whose Redis is down, emptied, has lost its last writes, or is misconfigured.
 
 The broker is in memory (see `tests.support.redis_shop`); server, driver, store and worker are real.
-`tests/integration/test_redis_store_errors.py` has the same faults call by call.
+`tests/integration/test_redis_store_errors.py` covers the same faults for each store call.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("integr8s_idem.worker.store_circuit.WATCH_SECONDS", 0.3)
 
 
-# Away.
+# Outages.
 
 
 @pytest.mark.scenario(40)
-async def test_a_worker_whose_store_is_down_at_its_start_fetches_nothing_until_it_is_there(effects: Effects) -> None:
+async def test_a_worker_fetches_nothing_until_its_store_is_available(effects: Effects) -> None:
     with RedisServer() as server:
         server.kill()
         async with open_redis_shop(effects, server.address) as shop:
@@ -55,9 +55,7 @@ async def test_a_worker_whose_store_is_down_at_its_start_fetches_nothing_until_i
 
 
 @pytest.mark.scenario(41)
-async def test_a_store_killed_and_started_again_costs_no_attempt_and_work_resumes(
-    server: RedisServer, effects: Effects
-) -> None:
+async def test_a_store_restart_costs_no_attempt_and_work_resumes(server: RedisServer, effects: Effects) -> None:
     async with open_redis_shop(effects, server.address, behave=briefly) as shop:
         shop.order(100)
         await eventually(lambda: shop.acknowledged >= 20)
@@ -77,7 +75,7 @@ async def test_a_store_killed_and_started_again_costs_no_attempt_and_work_resume
 
 
 @pytest.mark.scenario(41, 43)
-async def test_a_store_that_hangs_for_a_while_costs_no_attempt(server: RedisServer, effects: Effects) -> None:
+async def test_a_store_stall_costs_no_attempt(server: RedisServer, effects: Effects) -> None:
     async with open_redis_shop(effects, server.address, behave=briefly) as shop:
         shop.order(100)
         await eventually(lambda: shop.acknowledged >= 20)
@@ -93,12 +91,12 @@ async def test_a_store_that_hangs_for_a_while_costs_no_attempt(server: RedisServ
         shop.untouched()
 
 
-# Emptied.
+# Loss of all records.
 
 
 @pytest.mark.usefixtures("_quick_watch")
 @pytest.mark.scenario(45, 46)
-async def test_records_flushed_under_running_handlers_are_counted_and_nothing_is_lost(
+async def test_records_flushed_during_their_handlers_are_counted_and_nothing_is_lost(
     server: RedisServer, effects: Effects, caplog: pytest.LogCaptureFixture
 ) -> None:
     held = Held()
@@ -120,9 +118,7 @@ async def test_records_flushed_under_running_handlers_are_counted_and_nothing_is
 
 
 @pytest.mark.scenario(45)
-async def test_a_record_evicted_under_its_handler_is_remembered_after_all(
-    server: RedisServer, effects: Effects
-) -> None:
+async def test_a_record_evicted_during_its_handler_is_written_again(server: RedisServer, effects: Effects) -> None:
     held = Held()
     async with open_redis_shop(effects, server.address, behave=held) as shop:
         (event,) = shop.order(1)
@@ -143,7 +139,7 @@ async def test_a_record_evicted_under_its_handler_is_remembered_after_all(
 @pytest.mark.usefixtures("_quick_watch")
 @pytest.mark.scenario(46)
 @pytest.mark.parametrize("how", ["flushed", "restarted empty"])
-async def test_a_store_that_lost_its_data_says_so_and_what_was_done_may_be_done_again(
+async def test_a_loss_of_all_records_is_logged_and_redelivered_events_run_again(
     server: RedisServer, effects: Effects, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     async with open_redis_shop(effects, server.address) as shop:
@@ -162,27 +158,27 @@ async def test_a_store_that_lost_its_data_says_so_and_what_was_done_may_be_done_
         assert shop.broker.values(DEAD) == []
 
 
-# Without its last writes, as after a loss of power: the mark that names the store is older, and still there.
+# Loss of the last writes, as in a power failure: the record that identifies the store is older, and survives.
 
 
 EVERY_SECOND = {"appendonly": "yes", "appendfsync": "everysec"}
 
 
 async def written(server: RedisServer) -> int:
-    """The length of the append-only file, once it holds all that was answered."""
+    """Return the length of the append-only file, once it contains all acknowledged writes."""
     await eventually(lambda: server.admin("INFO", "persistence")["aof_buffer_length"] == 0)
     return file_of(server).stat().st_size
 
 
 def file_of(server: RedisServer) -> Path:
-    """The part of the append-only file that grows; Redis 7 has a folder of parts."""
+    """Return the incremental append-only file; Redis 7 has a folder of several files."""
     (file,) = [path for path in server.folder.rglob("*.aof") if not path.name.endswith(".base.aof")]
     return file
 
 
 async def lose_power(server: RedisServer, synced: int) -> None:
-    """Kill the server and start it again with the first `synced` bytes of its file."""
-    # While the file is synchronized, Redis may keep what it has answered in memory for two seconds.
+    """Kill the server, and start it with only the first `synced` bytes of its file."""
+    # While a sync is running, Redis may buffer acknowledged writes in memory for two seconds.
     await eventually(lambda: file_of(server).stat().st_size > synced)
     server.kill()
     os.truncate(file_of(server), synced)
@@ -190,29 +186,29 @@ async def lose_power(server: RedisServer, synced: int) -> None:
 
 
 @pytest.mark.scenario(31)
-async def test_work_whose_records_went_with_the_power_is_done_again_and_the_restart_counted(
+async def test_work_whose_records_were_lost_in_a_power_failure_runs_again_and_the_restart_is_counted(
     effects: Effects,
 ) -> None:
     with RedisServer(config=EVERY_SECOND) as server:
         async with open_redis_shop(effects, server.address) as shop:
-            gate = StoreCircuit(shop.store.ping, shop.observer)
-            await gate.check()
+            circuit = StoreCircuit(shop.store.ping, shop.observer)
+            await circuit.check()
             kept = shop.order(3)
             await shop.settled()
             synced = await written(server)
-            forgotten = shop.order(5)
+            lost = shop.order(5)
             await shop.settled()
 
             await lose_power(server, synced)
-            shop.publish(*kept, *forgotten)
+            shop.publish(*kept, *lost)
             await shop.settled()
 
             assert shop.tally.duplicates == len(kept)
-            assert [shop.attempts(event.order_id) for event in forgotten] == [[1, 1]] * len(forgotten)
-            # Once in the fenced sink, and nothing lost.
-            assert shop.judge(records_lost=True)["repeats"] == len(forgotten)
-            await gate.check()
-            await gate.stop()
+            assert [shop.attempts(event.order_id) for event in lost] == [[1, 1]] * len(lost)
+            # Nothing is lost, and nothing is repeated in the fenced sink.
+            assert shop.judge(records_lost=True)["repeats"] == len(lost)
+            await circuit.check()
+            await circuit.stop()
             assert {signal: shop.observer.counts[signal] for signal in COUNTED_LOSSES} == {
                 **dict.fromkeys(COUNTED_LOSSES, 0),
                 Signal.STORE_RESTART: 1,
@@ -220,7 +216,7 @@ async def test_work_whose_records_went_with_the_power_is_done_again_and_the_rest
 
 
 @pytest.mark.scenario(31)
-async def test_work_whose_completion_alone_went_with_the_power_is_done_again_as_a_takeover(effects: Effects) -> None:
+async def test_work_whose_completion_was_lost_in_a_power_failure_runs_again_as_a_takeover(effects: Effects) -> None:
     held = Held()
     with RedisServer(config=EVERY_SECOND) as server:
         async with open_redis_shop(effects, server.address, behave=held, lease=1.0) as shop:
@@ -240,7 +236,7 @@ async def test_work_whose_completion_alone_went_with_the_power_is_done_again_as_
 
 
 @pytest.mark.scenario(51)
-async def test_scripts_flushed_all_the_time_are_loaded_again(server: RedisServer, effects: Effects) -> None:
+async def test_constantly_flushed_scripts_are_loaded_again(server: RedisServer, effects: Effects) -> None:
     async with open_redis_shop(effects, server.address, behave=briefly) as shop:
         shop.order(150)
 
@@ -251,7 +247,7 @@ async def test_scripts_flushed_all_the_time_are_loaded_again(server: RedisServer
 
 
 @pytest.mark.scenario(47)
-async def test_a_policy_that_drops_records_is_told_loudly_at_the_start(
+async def test_an_eviction_policy_that_drops_records_is_logged_as_a_warning_at_start(
     effects: Effects, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RedisServer(config={**DURABLE, "maxmemory": "100mb", "maxmemory-policy": "allkeys-lru"}) as server:

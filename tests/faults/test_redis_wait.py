@@ -1,4 +1,4 @@
-"""Writes that must be on a replica before they count, while the replica is cut off.
+"""Writes that must be confirmed by a replica, while the replica is cut off.
 
 The broker is in memory (see `tests.support.redis_shop`); servers, driver, store and worker are real.
 """
@@ -41,7 +41,7 @@ async def client(pair: Pair) -> AsyncIterator[Redis]:
 
 @pytest.fixture
 def store(client: Redis) -> RedisIdempotencyRepository:
-    """Gives up soon: for what is asked while the replica is cut off."""
+    """A store with a short timeout, for calls while the replica is cut off."""
     return RedisIdempotencyRepository(
         client, timeout=timedelta(seconds=1), wait_replicas=1, wait_timeout=timedelta(seconds=0.2)
     )
@@ -49,20 +49,20 @@ def store(client: Redis) -> RedisIdempotencyRepository:
 
 @pytest.fixture
 def patient(client: Redis) -> RedisIdempotencyRepository:
-    """Waits for a replica that is slow on a busy machine: for what must succeed."""
+    """A store with a long timeout, for calls that must succeed on a busy machine."""
     return RedisIdempotencyRepository(
         client, timeout=timedelta(seconds=20), wait_replicas=1, wait_timeout=timedelta(seconds=15)
     )
 
 
-async def take(store: RedisIdempotencyRepository, key: str) -> Reserved:
+async def reserve_one(store: RedisIdempotencyRepository, key: str) -> Reserved:
     (verdict,) = await store.reserve([wish(key)])
     assert isinstance(verdict, Reserved)
     return verdict
 
 
 @pytest.mark.scenario(53)
-async def test_a_reservation_that_no_replica_has_is_refused_and_found_again(
+async def test_an_unreplicated_reservation_is_an_outage_and_is_found_by_the_retry(
     pair: Pair, store: RedisIdempotencyRepository, patient: RedisIdempotencyRepository
 ) -> None:
     request = wish("k")
@@ -80,7 +80,7 @@ async def test_a_reservation_that_no_replica_has_is_refused_and_found_again(
 async def test_a_completion_repeated_on_another_connection_still_waits_for_the_replica(
     pair: Pair, store: RedisIdempotencyRepository, patient: RedisIdempotencyRepository, client: Redis
 ) -> None:
-    completion = Completion(reservation=await take(patient, "k"), ttl=TTL)
+    completion = Completion(reservation=await reserve_one(patient, "k"), ttl=TTL)
 
     with pair.link.fault(Stall()):
         for _ in range(3):
@@ -93,14 +93,14 @@ async def test_a_completion_repeated_on_another_connection_still_waits_for_the_r
 
 
 @pytest.mark.parametrize("verb", ["renew", "release", "delete"])
-async def test_every_write_waits_and_no_read_does(
+async def test_writes_wait_for_replicas_and_reads_do_not(
     pair: Pair, store: RedisIdempotencyRepository, patient: RedisIdempotencyRepository, verb: str
 ) -> None:
-    mine = await take(patient, "k")
+    reserved = await reserve_one(patient, "k")
 
     writes: dict[str, Callable[[], Awaitable[object]]] = {
-        "renew": lambda: store.renew([mine], LEASE),
-        "release": lambda: store.release([mine]),
+        "renew": lambda: store.renew([reserved], LEASE),
+        "release": lambda: store.release([reserved]),
         "delete": lambda: store.delete(["k"]),
     }
 
@@ -112,8 +112,8 @@ async def test_every_write_waits_and_no_read_does(
     assert (record is None) == (verb == "delete")
 
 
-async def test_what_was_repeated_is_written_once_more(pair: Pair, patient: RedisIdempotencyRepository) -> None:
-    completion = Completion(reservation=await take(patient, "k"), ttl=TTL)
+async def test_a_repeated_completion_is_written_again(pair: Pair, patient: RedisIdempotencyRepository) -> None:
+    completion = Completion(reservation=await reserve_one(patient, "k"), ttl=TTL)
     await patient.complete([completion])
     pair.old.admin("CONFIG", "RESETSTAT")
 
@@ -122,7 +122,7 @@ async def test_what_was_repeated_is_written_once_more(pair: Pair, patient: Redis
     assert pair.old.admin("INFO", "commandstats")["cmdstat_setrange"]["calls"] == 1
 
 
-async def test_a_ping_says_that_replicas_are_missing(pair: Pair, store: RedisIdempotencyRepository) -> None:
+async def test_a_ping_warns_about_missing_replicas(pair: Pair, store: RedisIdempotencyRepository) -> None:
     pair.new.kill()
     await eventually(lambda: pair.old.admin("INFO", "replication")["connected_slaves"] == 0)
 
@@ -132,7 +132,7 @@ async def test_a_ping_says_that_replicas_are_missing(pair: Pair, store: RedisIde
 
 
 @pytest.mark.scenario(53)
-async def test_a_failover_loses_nothing_that_was_confirmed(
+async def test_a_failover_loses_no_confirmed_write(
     pair: Pair, store: RedisIdempotencyRepository, effects: Effects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("integr8s_idem.worker.store_circuit.WATCH_SECONDS", 0.3)

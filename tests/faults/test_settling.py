@@ -1,6 +1,6 @@
-"""Faults between the end of a handler and its offset; services and versions that live beside each other.
+"""Faults between the end of a handler and its offset commit, and several services or versions side by side.
 
-Broker and store are in memory, but for the tests that are marked kafka: these have real servers.
+Broker and store are in memory, except in the tests that are marked kafka.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ class OrderPlaced(BaseEvent):
     order_id: str = "1"
 
 
-def told(record: FakeRecord, name: str) -> str:
-    """One of our dead-letter headers."""
+def dlq_header(record: FakeRecord, name: str) -> str:
     return dict(record.headers)[f"idempotency-dlq-{name}"].decode()
 
 
-class Counter:
+class FailingService:
     """A service whose handler fails `failures` times."""
 
     def __init__(self, here: Guarded, failures: int = 10**6) -> None:
@@ -69,18 +68,18 @@ class Counter:
             raise ConnectionError("no answer from the bank")
 
     def dispatcher(self) -> IdempotentEventDispatcher:
-        """For a worker of its own: another process on the same store."""
+        """Return a dispatcher for another process with the same store."""
         manager = guarded(self.here.store, max_attempts=self.here.manager.config.max_attempts).manager
         return IdempotentEventDispatcher(self.router, manager, invoke=with_call)
 
 
 async def with_call(handler: RegisteredHandler, call: HandlerCall) -> Any:
-    """Handlers of these tests get the whole call."""
+    """Pass the whole call to the handler."""
     return await handler.function(call)
 
 
-class SilentPublisher(FakePublisher):
-    """The broker takes everything and never says so."""
+class UnconfirmedPublisher(FakePublisher):
+    """A publisher whose broker accepts messages but never confirms them."""
 
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
@@ -90,15 +89,15 @@ class SilentPublisher(FakePublisher):
 
 
 class RefusingPublisher(FakePublisher):
-    """The dead-letter topic is missing, forbidden or its broker down, until it is healed."""
+    """A publisher whose messages are rejected until `recovered` is set."""
 
-    healed = False
+    recovered = False
     refused = 0
 
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
     ) -> None:
-        if not self.healed:
+        if not self.recovered:
             self.refused += 1
             raise PublishError(topic, "TopicAuthorizationFailedError")
         await super().send(topic, key, value, headers)
@@ -106,89 +105,100 @@ class RefusingPublisher(FakePublisher):
 
 @pytest.mark.scenario(5)
 @virtual_time
-async def test_a_reused_id_is_dead_lettered_with_both_fingerprints_and_not_run() -> None:
-    broker, counter = FakeBroker(), Counter(guarded(), failures=0)
+async def test_a_reused_id_is_dead_lettered_with_both_fingerprints_without_a_run() -> None:
+    broker, service = FakeBroker(), FailingService(guarded(), failures=0)
     first, second = OrderPlaced(event_id="1"), OrderPlaced(event_id="1", order_id="2")
     broker.publish(first, second)
 
-    async with running(counter.dispatcher(), broker) as worker:
+    async with running(service.dispatcher(), broker) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == 2)
 
-    (letter,) = broker.values(DEAD)
-    assert (told(letter, "reason"), counter.attempts) == ("key_reused", [1])
-    assert fingerprint_of(first).hex() in told(letter, "error-message")
-    assert fingerprint_of(second).hex() in told(letter, "error-message")
+    (dead_letter,) = broker.values(DEAD)
+    assert (dlq_header(dead_letter, "reason"), service.attempts) == ("key_reused", [1])
+    assert fingerprint_of(first).hex() in dlq_header(dead_letter, "error-message")
+    assert fingerprint_of(second).hex() in dlq_header(dead_letter, "error-message")
 
 
 @pytest.mark.scenario(26)
 @virtual_time
-async def test_a_crash_between_dead_letter_and_offset_leaves_two_letters_of_one_message_and_settles_it() -> None:
-    broker, counter = FakeBroker(), Counter(guarded(max_attempts=1))
+async def test_a_crash_between_dead_letter_and_offset_commit_duplicates_the_dead_letter() -> None:
+    broker, service = FakeBroker(), FailingService(guarded(max_attempts=1))
     broker.publish(OrderPlaced())
 
-    async with running(counter.dispatcher(), broker, SilentPublisher(broker)) as first:
+    async with running(service.dispatcher(), broker, UnconfirmedPublisher(broker)) as first:
         await first.until(lambda: len(broker.values(DEAD)) == 1)
         await first.crash()
         assert TOPIC not in broker.committed
-    async with running(counter.dispatcher(), broker) as second:
+    async with running(service.dispatcher(), broker) as second:
         await second.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    letters = broker.values(DEAD)
-    assert [told(letter, "reason") for letter in letters] == ["handler_failed", "previously_failed"]
-    assert len({(told(letter, "key"), told(letter, "offset"), letter.value) for letter in letters}) == 1
-    assert counter.attempts == [1]
+    dead_letters = broker.values(DEAD)
+    assert [dlq_header(dead_letter, "reason") for dead_letter in dead_letters] == [
+        "handler_failed",
+        "previously_failed",
+    ]
+    assert (
+        len(
+            {
+                (dlq_header(dead_letter, "key"), dlq_header(dead_letter, "offset"), dead_letter.value)
+                for dead_letter in dead_letters
+            }
+        )
+        == 1
+    )
+    assert service.attempts == [1]
 
 
 @pytest.mark.scenario(27)
 @virtual_time
-async def test_crashes_between_retries_lose_no_count_and_make_no_extra_run() -> None:
-    broker, counter = FakeBroker(), Counter(guarded(max_attempts=4))
+async def test_crashes_between_retries_neither_lose_nor_add_attempts() -> None:
+    broker, service = FakeBroker(), FailingService(guarded(max_attempts=4))
     broker.publish(OrderPlaced())
 
     for crashes in range(1, 4):
-        async with running(counter.dispatcher(), broker, retry_initial_seconds=60, retry_max_seconds=60) as worker:
+        async with running(service.dispatcher(), broker, retry_initial_seconds=60, retry_max_seconds=60) as worker:
             await worker.until(lambda: worker.worker.report().tally.retries == 1)
-            assert len(counter.attempts) == crashes
+            assert len(service.attempts) == crashes
             await worker.crash()
-    async with running(counter.dispatcher(), broker) as last:
+    async with running(service.dispatcher(), broker) as last:
         await last.until(lambda: broker.committed.get(TOPIC) == 1)
 
-    assert counter.attempts == [1, 2, 3, 4]
-    assert [told(letter, "attempts") for letter in broker.values(DEAD)] == ["4"]
+    assert service.attempts == [1, 2, 3, 4]
+    assert [dlq_header(dead_letter, "attempts") for dead_letter in broker.values(DEAD)] == ["4"]
 
 
 @pytest.mark.scenario(73)
 @virtual_time
-async def test_while_the_dead_letter_topic_takes_nothing_only_its_partition_waits_and_says_so(
+async def test_only_the_affected_partition_waits_and_logs_while_dead_letters_are_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    broker, counter = FakeBroker(), Counter(guarded(), failures=0)
+    broker, service = FakeBroker(), FailingService(guarded(), failures=0)
     other = Partition("order_placed", 1)
     broker.put("order_placed", b"no json")
     broker.publish(OrderPlaced())
     broker.publish(OrderPlaced(), partition=1)
     publisher = RefusingPublisher(broker)
 
-    async with running(counter.dispatcher(), broker, publisher) as worker:
+    async with running(service.dispatcher(), broker, publisher) as worker:
         await worker.until(lambda: broker.committed.get(other) == 1)
         await asyncio.sleep(300)
-        assert (broker.committed, counter.attempts) == ({other: 1}, [1])
+        assert (broker.committed, service.attempts) == ({other: 1}, [1])
         assert publisher.refused > 25
-        publisher.healed = True
+        publisher.recovered = True
         await worker.until(lambda: broker.committed.get(TOPIC) == 2, 15)
 
     alarms = [record for record in caplog.records if "cannot publish to dead-letter topic" in record.message]
     assert {record.levelno for record in alarms} == {logging.ERROR}
-    assert [letter.value for letter in broker.values(DEAD)] == [b"no json"]
+    assert [dead_letter.value for dead_letter in broker.values(DEAD)] == [b"no json"]
 
 
-class Desk:
-    """A service whose handler works in a thread that no cancellation reaches."""
+class ThreadedService:
+    """A service whose handler works in a thread that cannot be cancelled."""
 
     def __init__(self, effects: Effects) -> None:
         self.effects = effects
         self.store = MemoryIdempotencyRepository()
-        self.begun = threading.Event()
+        self.started = threading.Event()
         self.may_end = threading.Event()
         self.ended = threading.Event()
 
@@ -203,7 +213,7 @@ class Desk:
         await asyncio.to_thread(self._in_thread, call)
 
     def _in_thread(self, call: HandlerCall) -> None:
-        self.begun.set()
+        self.started.set()
         if call.attempt.number == 1:
             assert self.may_end.wait(60)
         self.effects.apply("1", call.attempt)
@@ -212,42 +222,44 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
+def threaded(tmp_path: Path) -> ThreadedService:
     effects = Effects(tmp_path)
     effects.prepare()
-    return Desk(effects)
+    return ThreadedService(effects)
 
 
 @pytest.mark.scenario(32)
-async def test_a_thread_that_ends_within_the_grace_is_waited_for(desk: Desk) -> None:
+async def test_a_worker_waits_for_a_thread_that_ends_within_the_drain_timeout(threaded: ThreadedService) -> None:
     broker = FakeBroker()
     broker.publish(OrderPlaced())
 
-    async with running(desk.dispatcher(), broker, drain_timeout_seconds=30) as worker:
-        await eventually(desk.begun.is_set)
+    async with running(threaded.dispatcher(), broker, drain_timeout_seconds=30) as worker:
+        await eventually(threaded.started.is_set)
         worker.worker.stop()
         await eventually(lambda: worker.worker.report().state == "draining")
-        desk.may_end.set()
+        threaded.may_end.set()
 
     assert broker.committed == {TOPIC: 1}
-    assert desk.effects.judge({"1"})["repeats"] == 0
+    assert threaded.effects.judge({"1"})["repeats"] == 0
 
 
 @pytest.mark.scenario(32)
-async def test_a_thread_that_outlives_the_grace_repeats_nothing_in_a_fenced_sink(desk: Desk) -> None:
+async def test_a_thread_that_outlives_the_drain_timeout_repeats_nothing_in_a_fenced_sink(
+    threaded: ThreadedService,
+) -> None:
     broker = FakeBroker()
     broker.publish(OrderPlaced())
 
-    async with running(desk.dispatcher(), broker, drain_timeout_seconds=0.1):
-        await eventually(desk.begun.is_set)
+    async with running(threaded.dispatcher(), broker, drain_timeout_seconds=0.1):
+        await eventually(threaded.started.is_set)
     assert broker.committed == {}
-    async with running(desk.dispatcher(), broker) as successor:
+    async with running(threaded.dispatcher(), broker) as successor:
         await eventually(lambda: broker.committed == {TOPIC: 1}, state=successor.worker.report)
-    desk.may_end.set()
-    await eventually(desk.ended.is_set)
+    threaded.may_end.set()
+    await eventually(threaded.ended.is_set)
 
-    assert desk.effects.judge({"1"}) == {"events": 1, "lost": 0, "repeats": 1, "fenced_repeats": 0}
-    assert desk.effects.refused() == 1
+    assert threaded.effects.judge({"1"}) == {"events": 1, "lost": 0, "repeats": 1, "fenced_repeats": 0}
+    assert threaded.effects.refused() == 1
 
 
 class OrderPaid(BaseEvent):
@@ -269,7 +281,7 @@ async def shop(kafka: Kafka, topic_prefix: str, redis_url: str) -> AsyncIterator
 
 @pytest.mark.kafka
 @pytest.mark.scenario(75)
-async def test_two_versions_in_one_group_share_what_both_know_and_dead_letter_what_neither_does(shop: Shop) -> None:
+async def test_two_versions_in_one_group_handle_their_event_types_and_dead_letter_unknown_ones(shop: Shop) -> None:
     def version(*events: type[BaseEvent]) -> EventRouter:
         router = EventRouter()
 
@@ -291,17 +303,17 @@ async def test_two_versions_in_one_group_share_what_both_know_and_dead_letter_wh
         return sum(w.tally.handled + w.tally.duplicates + w.tally.dead_letters for w in (older, newer))
 
     await eventually(lambda: settled() >= 21, state=lambda: (older.tally, newer.tally))
-    [letter] = await shop.messages(f"{shop.topic}.dlq", 1)
+    [dead_letter] = await shop.messages(f"{shop.topic}.dlq", 1)
 
     assert sorted(shop.charged) == sorted(f"{kind} {n}" for kind in ("order_paid", "order_placed") for n in range(10))
-    assert (header(letter, "reason"), letter.value) == ("unknown_type", encode_event(refund))
+    assert (header(dead_letter, "reason"), dead_letter.value) == ("unknown_type", encode_event(refund))
     assert not older.task.done()
     assert not newer.task.done()
 
 
 @pytest.mark.kafka
 @pytest.mark.scenario(76)
-async def test_services_that_fail_leave_the_others_at_work_and_health_says_which(
+async def test_a_failed_service_does_not_stop_the_others_and_is_named_by_health(
     kafka: Kafka, topic_prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = Settings.model_validate(
@@ -329,23 +341,23 @@ async def test_services_that_fail_leave_the_others_at_work_and_health_says_which
             name,
             providers=[KafkaProvider(), DispatcherProvider(router)],
             group_id=topic_prefix + name,
-            background=beside,
+            background=background,
         )
-        for name, beside in (("billing", ()), ("printing", (broken,)))
+        for name, background in (("billing", ()), ("printing", (broken,)))
     ]
     group = ServiceGroup([*services, Service("shipping", container=not_importable)], settings)
     run = asyncio.create_task(group.run())
-    await eventually(lambda: sum(one.ready for one in group.health().services) == 2, state=group.health)
+    await eventually(lambda: sum(service.ready for service in group.health().services) == 2, state=group.health)
 
     breaks.set()
-    await eventually(lambda: sum(one.live for one in group.health().services) == 1, state=group.health)
+    await eventually(lambda: sum(service.live for service in group.health().services) == 1, state=group.health)
     publisher = EventPublisher(settings.kafka)
     await publisher.publish(RealOrder(order_id="1"))
     await publisher.close()
     async with asyncio.timeout(60):
         await handled.wait()
 
-    assert {one.name: one.reason for one in group.health().services} == {
+    assert {service.name: service.reason for service in group.health().services} == {
         "billing": "",
         "printing": "RuntimeError",
         "shipping": "ApplicationError",

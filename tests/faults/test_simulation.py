@@ -1,4 +1,4 @@
-"""The simulation keeps its promises, finds the bugs that are put in, and repeats itself exactly."""
+"""The simulation breaks no promise, finds injected bugs, and is deterministic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.simulation.world import simulate
 CHECKOUT = Path(__file__).parents[2]
 
 FOUND_WITHIN = 1_000
-"""Seeds."""
+"""Number of seeds within which each injected bug must be found."""
 
 _KEPT: list[list[bytearray]] = []
 
@@ -37,7 +37,7 @@ def test_no_seed_breaks_a_promise() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_bug_put_in_on_purpose_is_found(bug: str, record_property: Callable[[str, object], None]) -> None:
+def test_an_injected_bug_is_found(bug: str, record_property: Callable[[str, object], None]) -> None:
     with BUGS[bug]():
         verdicts = (simulate(seed) for seed in range(FOUND_WITHIN))
         found = next((verdict for verdict in verdicts if verdict.violations), None)
@@ -46,7 +46,7 @@ def test_a_bug_put_in_on_purpose_is_found(bug: str, record_property: Callable[[s
     record_property("found", complaint(found, bug))
 
 
-def test_a_run_with_a_bug_is_good_again_without_it() -> None:
+def test_a_seed_that_fails_with_a_bug_passes_without_it() -> None:
     with BUGS["watermark_off_by_one"]():
         broken = simulate(0)
 
@@ -54,33 +54,33 @@ def test_a_run_with_a_bug_is_good_again_without_it() -> None:
     assert simulate(0).violations == []
 
 
-def _digest_elsewhere_in_memory(seed: int) -> str:
-    """A set of objects without a hash of their own is iterated in the order of their addresses."""
+def _digest_with_other_addresses(seed: int) -> str:
+    """Run a seed after random allocations: sets of objects with the default hash are ordered by their addresses."""
     random = Random(seed)
     blocks = [bytearray(random.randrange(1, 512)) for _ in range(random.randrange(3_000))]
     _KEPT.append(random.sample(blocks, len(blocks) // 2))
     return simulate(seed, digest=True).digest
 
 
-def test_a_hundred_seeds_run_again_take_the_same_steps_in_another_process_too() -> None:
+def test_a_hundred_seeds_take_the_same_steps_in_another_process() -> None:
     command = [sys.executable, "-m", "tests.simulation", "--seeds", "0:100", "--json"]
     environment = os.environ | {"PYTHONHASHSEED": "12345"}
 
     here = [simulate(seed, digest=True).digest for seed in range(100)]
-    again = [_digest_elsewhere_in_memory(seed) for seed in range(100)]
-    told = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
+    repeated = [_digest_with_other_addresses(seed) for seed in range(100)]
+    output = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
 
-    there = [json.loads(line)["digest"] for line in told.stdout.splitlines()]
-    assert here == there
-    assert here == again
+    elsewhere = [json.loads(line)["digest"] for line in output.stdout.splitlines()]
+    assert here == elsewhere
+    assert here == repeated
     assert len(set(here)) == 100
 
 
-def test_the_command_replays_a_seed_with_its_bug_and_says_what_broke() -> None:
+def test_the_command_replays_a_seed_with_its_bug_and_prints_the_violation() -> None:
     command = [sys.executable, "-m", "tests.simulation", "--seed", "0", "--bug", "watermark_off_by_one", "--trace"]
 
-    told = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
 
-    assert told.returncode == 1, told.stderr
-    assert "python -m tests.simulation --seed 0 --bug watermark_off_by_one --trace" in told.stdout
-    assert "VIOLATION" in told.stdout
+    assert result.returncode == 1, result.stderr
+    assert "python -m tests.simulation --seed 0 --bug watermark_off_by_one --trace" in result.stdout
+    assert "VIOLATION" in result.stdout

@@ -1,4 +1,4 @@
-"""Expired rows taken away by a worker, on real databases."""
+"""Expired rows are purged by workers, on real databases."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MANY_ROWS = """
         (key, status, attempt, fence, token, expires_at, settled_at, previous, owner, result_dropped, error)
     SELECT 'key-' || n, 2, 1, n, '', n, n, 0, '', false, '' FROM generate_series(1, :rows) AS n
 """
-"""That have expired long ago."""
+"""Insert records that expired long ago."""
 
 
 @pytest.fixture(
@@ -61,12 +61,14 @@ async def store(url: str) -> AsyncIterator[SqlIdempotencyRepository]:
 
 
 async def fill(store: SqlIdempotencyRepository, *, expired: int, kept: int) -> list[str]:
-    """Settle that many records; the keys of those that stay."""
+    """Complete records that expire immediately and records that do not, and return the keys of the latter."""
     verdicts = await store.reserve([wish(new_key()) for _ in range(expired + kept)])
     taken = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
-    await store.complete([Completion(reservation=one, ttl=timedelta(0)) for one in taken[:expired]])
-    await store.complete([Completion(reservation=one, ttl=timedelta(days=8)) for one in taken[expired:]])
-    return [one.key for one in taken[expired:]]
+    await store.complete([Completion(reservation=reservation, ttl=timedelta(0)) for reservation in taken[:expired]])
+    await store.complete(
+        [Completion(reservation=reservation, ttl=timedelta(days=8)) for reservation in taken[expired:]]
+    )
+    return [reservation.key for reservation in taken[expired:]]
 
 
 async def rows(store: SqlIdempotencyRepository) -> int:
@@ -74,9 +76,7 @@ async def rows(store: SqlIdempotencyRepository) -> int:
         return int((await connection.execute(select(func.count()).select_from(records))).scalar_one())
 
 
-async def test_a_worker_takes_away_what_has_expired_and_nothing_else(
-    store: SqlIdempotencyRepository, effects: Effects
-) -> None:
+async def test_a_worker_purges_only_expired_records(store: SqlIdempotencyRepository, effects: Effects) -> None:
     assert isinstance(store, PurgeSupport)
     before = await rows(store)
     kept = await fill(store, expired=1_200, kept=3)
@@ -89,7 +89,7 @@ async def test_a_worker_takes_away_what_has_expired_and_nothing_else(
     assert None not in await store.get(kept)
 
 
-async def test_two_that_purge_at_once_share_the_work(store: SqlIdempotencyRepository) -> None:
+async def test_concurrent_purges_share_the_work(store: SqlIdempotencyRepository) -> None:
     before = await rows(store)
     await fill(store, expired=1_000, kept=0)
 
@@ -100,32 +100,35 @@ async def test_two_that_purge_at_once_share_the_work(store: SqlIdempotencyReposi
     assert purged == 1_000
 
 
-async def test_keys_that_come_again_while_they_are_purged_are_reserved_anew(store: SqlIdempotencyRepository) -> None:
-    """Purging locks rows in the order of their expiry, reserving in that of their keys: neither may fail for it."""
+async def test_keys_can_be_reserved_while_they_are_purged(store: SqlIdempotencyRepository) -> None:
+    """Purging locks rows in order of expiry, reserving in order of keys: this must not cause deadlocks."""
     verdicts = await store.reserve([wish(new_key()) for _ in range(400)])
     taken = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
-    keys = [one.key for one in taken]
+    keys = [reservation.key for reservation in taken]
 
     for _ in range(5):
-        await store.complete([Completion(reservation=one, ttl=timedelta(0)) for one in taken])
+        await store.complete([Completion(reservation=reservation, ttl=timedelta(0)) for reservation in taken])
         async with asyncio.TaskGroup() as group:
             for _ in range(4):
                 group.create_task(store.purge(100))
             reserves = [group.create_task(store.reserve([wish(key) for key in keys[start::4]])) for start in range(4)]
-        taken = [one for reserve in reserves for one in reserve.result() if isinstance(one, Reserved)]
+        verdicts = [verdict for reserve in reserves for verdict in reserve.result()]
+        taken = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
 
         assert len(taken) == 400
 
 
-async def test_purging_finds_rows_by_their_indexes_even_if_the_table_was_empty_when_it_was_planned() -> None:
+async def test_purging_uses_indexes_even_if_its_plan_was_made_for_an_empty_table() -> None:
     with PostgresServer() as server:
         engine = sql_engine(server.url)
         await migrate(engine)
         purging: Any = statements.delete_expired(POSTGRESQL, statements.select_expired(POSTGRESQL, 500))
-        told = str(purging.compile(dialect=engine.dialect, compile_kwargs={"literal_binds": True}))
+        statement = str(purging.compile(dialect=engine.dialect, compile_kwargs={"literal_binds": True}))
         async with engine.connect() as connection:
-            await connection.exec_driver_sql(f"PREPARE purging (bigint) AS {told.replace('LIMIT 500', 'LIMIT $1')}")
-            for _ in range(7):  # from the sixth time on a plan may be kept
+            await connection.exec_driver_sql(
+                f"PREPARE purging (bigint) AS {statement.replace('LIMIT 500', 'LIMIT $1')}"
+            )
+            for _ in range(7):  # PostgreSQL may keep a generic plan from the sixth execution on
                 await connection.exec_driver_sql("EXECUTE purging (500)")
             await connection.execute(text(MANY_ROWS), {"rows": 20_000})
 

@@ -1,4 +1,4 @@
-"""Databases that are away, held or restarted, under a worker.
+"""Workers whose database is down, locked or restarted.
 
 The broker is in memory (see `tests.support.redis_shop`); PostgreSQL, MariaDB, SQLite, drivers, store and worker
 are real.
@@ -83,7 +83,7 @@ async def test_a_database_that_crashes_costs_no_attempt_and_work_resumes(
 
 @pytest.mark.parametrize("store", ["sqlite"], indirect=True)
 @pytest.mark.scenario(58)
-async def test_a_file_that_another_process_holds_makes_all_wait(
+async def test_a_file_locked_by_another_process_pauses_the_worker(
     store: SqlIdempotencyRepository, effects: Effects, tmp_path: Path
 ) -> None:
     async with open_redis_shop(effects, store, behave=briefly) as shop:
@@ -103,7 +103,7 @@ async def test_a_file_that_another_process_holds_makes_all_wait(
 
 
 @pytest.mark.scenario(46)
-async def test_tables_that_were_made_anew_are_noticed_and_counted(
+async def test_recreated_tables_are_detected_and_counted(
     store: SqlIdempotencyRepository, effects: Effects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("integr8s_idem.worker.store_circuit.WATCH_SECONDS", 0.3)

@@ -1,4 +1,4 @@
-"""Statements on a SQLite file that are cut short: the file is free at once, and the caller learns of its own end."""
+"""Interrupted statements on a SQLite file: the file is unlocked immediately, and the caller gets the right error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.conditions import eventually
 
 
 class Gate:
-    """The SQL function `wait_here()`: a statement that calls it stays there until it is opened."""
+    """The SQL function `wait_here()`, which blocks a statement until the gate is opened."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -39,7 +39,7 @@ class Gate:
 @pytest.fixture
 def gate() -> Iterator[Gate]:
     gate = Gate()
-    # What garbage holds must not be set free by chance.
+    # A garbage collection must not release a lock by chance.
     gc.disable()
     yield gate
     gc.enable()
@@ -65,7 +65,7 @@ async def slow_statement(engine: AsyncEngine) -> None:
         await connection.execute(text("INSERT INTO slow SELECT wait_here() RETURNING x"))
 
 
-async def test_a_cancelled_statement_is_a_cancellation_and_leaves_the_file_free(
+async def test_a_cancelled_statement_raises_cancelled_error_and_unlocks_the_file(
     engine: AsyncEngine, gate: Gate, tmp_path: Path
 ) -> None:
     running = asyncio.create_task(slow_statement(engine))
@@ -76,14 +76,16 @@ async def test_a_cancelled_statement_is_a_cancellation_and_leaves_the_file_free(
     with pytest.raises(asyncio.CancelledError) as kept:
         await running
 
-    # `kept` holds all that the statement had.
+    # `kept` references everything that the statement used.
     assert kept.value is not None
     with closing(sqlite3.connect(tmp_path / "idem.db", timeout=1, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         assert other.execute("SELECT count(*) FROM sqlite_master WHERE name = 'slow'").fetchone() == (0,)
 
 
-async def test_a_reservation_out_of_time_is_an_outage_and_the_next_one_goes_on(engine: AsyncEngine, gate: Gate) -> None:
+async def test_a_reservation_timeout_is_an_outage_and_the_next_reservation_succeeds(
+    engine: AsyncEngine, gate: Gate
+) -> None:
     async with engine.begin() as connection:
         await connection.execute(
             text(

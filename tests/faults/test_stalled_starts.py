@@ -11,12 +11,12 @@ import pytest
 from tests.kafka_faults.application import TaskGiven
 from tests.kafka_faults.tools import need_kafka
 from tests.kafka_faults.zombies import Pair, open_pair
-from tests.stalled_starts.campaign import CAMPAIGN, control_of, open_ground, run_trials
+from tests.stalled_starts.campaign import CAMPAIGN, control_of, open_servers, run_trials
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.scenario(33, 34, 37, 121)
-def test_no_handler_starts_after_its_lease_has_ended_wherever_its_process_was_stopped() -> None:
+def test_no_handler_starts_after_its_lease_has_ended_wherever_its_process_stalls() -> None:
     figures = CAMPAIGN.run(0, CAMPAIGN.in_test + SPARE_TRIALS)
 
     assert figures["stalls"] >= CAMPAIGN.in_test
@@ -27,7 +27,7 @@ def test_no_handler_starts_after_its_lease_has_ended_wherever_its_process_was_st
 
 
 SPARE_TRIALS = 4
-"""For trials without a stall: controls, and those whose work is done before the moment of the stall."""
+"""Compensate for trials without a stall: controls, and trials whose work is done before the stall."""
 
 SLOW_AND_HEALTHY = (
     ("worker", "redis"),
@@ -38,16 +38,16 @@ SLOW_AND_HEALTHY = (
     ("faststream", "postgresql"),
     ("run", "sqlite"),
 )
-"""The campaign has them all."""
+"""Some of the combinations; the campaign covers all of them."""
 
 
 @pytest.mark.scenario(122)
 @pytest.mark.timeout(180)
-def test_leases_of_events_that_wait_behind_slow_handlers_are_renewed_and_nobody_takes_them_over() -> None:
+def test_leases_of_events_that_wait_for_slow_handlers_are_renewed() -> None:
     plans = {number: control_of(number, entry, kind) for number, (entry, kind) in enumerate(SLOW_AND_HEALTHY)}
 
-    with open_ground(sorted({kind for _, kind in SLOW_AND_HEALTHY})) as ground:
-        figures = asyncio.run(run_trials(ground, plans, plans))
+    with open_servers(sorted({kind for _, kind in SLOW_AND_HEALTHY})) as servers:
+        figures = asyncio.run(run_trials(servers, plans, plans))
 
     assert figures["controls"] == len(SLOW_AND_HEALTHY)
     assert figures["takeovers"] == 0
@@ -60,15 +60,15 @@ CONCURRENCY = 16
 BLOCKED_LEASE = 2.0
 
 
-async def _once(pair: Pair, fact: Callable[[], bool]) -> None:
-    """Return as soon as the journal shows a fact: a stop has to hit one handler, and not the next."""
+async def _until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition with short polls: a stop has to hit one handler, and not the next."""
     async with asyncio.timeout(60):
-        while not fact():  # noqa: ASYNC110  # a file tells nobody
+        while not condition():  # noqa: ASYNC110  # files send no notifications
             await asyncio.sleep(0.005)
 
 
 def _processes_by_work(pair: Pair) -> dict[str, set[int]]:
-    """The processes that have started a handler of each work."""
+    """Return the processes that have started each work."""
     started: defaultdict[str, set[int]] = defaultdict(set)
     for line in pair.effects.lines():
         if line.what == "begin":
@@ -80,21 +80,21 @@ def _processes_by_work(pair: Pair) -> dict[str, set[int]]:
 @pytest.mark.timeout(180)
 @pytest.mark.scenario(33, 121)
 @pytest.mark.parametrize("ordering", ["none", "key"])
-async def test_a_worker_that_wakes_after_its_events_were_done_elsewhere_starts_none_of_them(ordering: str) -> None:
+async def test_a_resumed_worker_starts_no_event_that_was_handled_elsewhere(ordering: str) -> None:
     need_kafka()
     service = f'ordering = "{ordering}"\nconcurrency = {CONCURRENCY}'
     async with open_pair(lease=LEASE, service=service) as pair:
         tasks = [TaskGiven(work=f"{number}", aggregate_id=f"{number}", blocks=0.1) for number in range(EVENTS)]
         await pair.give(*tasks)
-        await _once(pair, lambda: len(_processes_by_work(pair)) >= 2)
+        await _until(lambda: len(_processes_by_work(pair)) >= 2)
         holder, other = pair.of_process(pair.effects.lines()[0].pid)
         await pair.stop(holder)
 
-        await _once(pair, lambda: len(pair.effects.ended()) == EVENTS)
+        await _until(lambda: len(pair.effects.ended()) == EVENTS)
         await pair.settled(0)
         before = pair.effects.lines()
         holder.continue_signal()
-        # Long after it has looked at all that it had reserved.
+        # Wait until the resumed worker has checked all of its reservations.
         await pair.together()
         await pair.give(TaskGiven(work="last"))
         await pair.settled(EVENTS)
@@ -110,7 +110,7 @@ async def test_a_worker_that_wakes_after_its_events_were_done_elsewhere_starts_n
 @pytest.mark.kafka
 @pytest.mark.timeout(180)
 @pytest.mark.scenario(37, 121)
-async def test_of_events_behind_a_handler_that_blocks_its_loop_none_runs_on_both_workers() -> None:
+async def test_events_that_wait_while_a_handler_blocks_the_loop_do_not_run_on_both_workers() -> None:
     need_kafka()
     service = f'ordering = "none"\nconcurrency = {CONCURRENCY}'
     async with open_pair(lease=BLOCKED_LEASE, service=service) as pair:
@@ -124,18 +124,18 @@ async def test_of_events_behind_a_handler_that_blocks_its_loop_none_runs_on_both
         await pair.settled(0)
 
         on_both = {work for work, pids in _processes_by_work(pair).items() if len(pids) == 2}
-        # What ended just before the loop was blocked could not be recorded any more.
+        # Handlers that ended just before the loop was blocked could not be recorded.
         ended = _ended_before("blocked", pair)
         assert on_both - ended == {"blocked"}, pair.snapshot()
         assert pair.effects.judge(pair.given)["repeats"] == len(on_both)
 
 
 def _ended_before(work: str, pair: Pair) -> set[str]:
-    """What had ended when `work` began for the first time."""
+    """Return the work that had ended when `work` was started for the first time."""
     ended: set[str] = set()
     for line in pair.effects.lines():
         if (line.what, line.work) == ("begin", work):
             return ended
         if line.what == "end":
             ended.add(line.work)
-    raise AssertionError(f"{work} never began")
+    raise AssertionError(f"{work} was never started")

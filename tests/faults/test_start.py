@@ -1,4 +1,4 @@
-"""What does not fit together is said at the start, before anything is connected."""
+"""Contradicting settings and applications are rejected at start, before any connection is opened."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OrderPlaced(BaseEvent):
 
 
 @pytest.mark.scenario(97)
-def test_contradictions_are_refused_with_both_numbers_of_each_before_anything_is_connected(tmp_path: Path) -> None:
+def test_contradicting_settings_are_rejected_with_both_values_before_any_connection(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(CONTRADICTIONS)
     command = [sys.executable, "-m", "integr8s_idem", "run", "tests.support.shop:platform"]
     command += ["--settings", str(tmp_path / "settings.toml")]
@@ -50,27 +50,27 @@ def test_contradictions_are_refused_with_both_numbers_of_each_before_anything_is
 
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
-    said = " ".join((ended.stdout + ended.stderr).split())
-    assert ended.returncode == 2, said
-    assert "5 mistakes" in said
+    output = " ".join((ended.stdout + ended.stderr).split())
+    assert ended.returncode == 2, output
+    assert "5 mistakes" in output
     for value, bound in (("= 16", "= 45"), ("= 11", "= 30"), ("= 29", "= 30"), ("= 31", "= 30"), ("= 61", "= 60")):
-        assert value in said
-        assert bound in said
+        assert value in output
+        assert bound in output
 
 
 @pytest.mark.scenario(99)
-def test_two_services_of_one_name_are_refused() -> None:
+def test_two_services_with_one_name_are_rejected() -> None:
     with pytest.raises(ApplicationError, match="two services are named billing: they would share keys"):
         Platform(Service("billing", providers=billing_providers), Service("billing", providers=billing_providers))
 
 
 @pytest.mark.scenario(99)
-@pytest.mark.parametrize("given", ["by the application", "by the settings", "by the name"])
-def test_two_services_of_one_consumer_group_are_refused_whichever_of_them_are_started(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("source", ["by the application", "by the settings", "by the name"])
+def test_two_services_with_one_consumer_group_are_rejected_even_if_only_one_is_started(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    in_settings = '[services.shipping]\ngroup_id = "shop"' if given == "by the settings" else ""
+    in_settings = '[services.shipping]\ngroup_id = "shop"' if source == "by the settings" else ""
     (tmp_path / "settings.toml").write_text(in_settings)
     groups = {
         "by the application": ("shop", "shop"),
@@ -79,7 +79,7 @@ def test_two_services_of_one_consumer_group_are_refused_whichever_of_them_are_st
     }
     services = [
         Service(name, providers=billing_providers, group_id=group)
-        for name, group in zip(("billing", "shipping"), groups[given], strict=True)
+        for name, group in zip(("billing", "shipping"), groups[source], strict=True)
     ]
 
     with pytest.raises(ApplicationError, match="billing and shipping share the consumer group"):
@@ -89,7 +89,7 @@ def test_two_services_of_one_consumer_group_are_refused_whichever_of_them_are_st
 
 
 @pytest.mark.scenario(99)
-def test_two_handlers_of_one_name_are_refused_from_two_routers_too() -> None:
+def test_two_handlers_with_one_name_from_two_routers_are_rejected() -> None:
     first, second = EventRouter(), EventRouter()
 
     async def charge(event: OrderPlaced) -> None: ...

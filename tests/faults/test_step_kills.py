@@ -1,4 +1,4 @@
-"""Handlers in steps whose processes die at every boundary of a step, on a real Kafka and real stores."""
+"""Handlers with steps whose processes die at each boundary of a step, on a real Kafka and real stores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kafka_faults.tools import need_kafka
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.scenario(115)
-def test_wherever_a_process_dies_no_step_is_skipped_and_none_at_most_once_is_done_twice() -> None:
+def test_a_crash_at_any_boundary_skips_no_step_and_repeats_no_at_most_once_step() -> None:
     need_kafka(own=True)
 
     figures = step_points.run(0, step_points.CAMPAIGN.in_test)
@@ -28,7 +28,7 @@ def test_wherever_a_process_dies_no_step_is_skipped_and_none_at_most_once_is_don
 @pytest.mark.kafka
 @pytest.mark.slow
 @pytest.mark.scenario(115)
-def test_the_same_with_records_in_sql() -> None:
+def test_a_crash_at_a_boundary_skips_no_step_with_records_in_sql() -> None:
     need_kafka(own=True)
 
     figures = step_points.run(0, 8, ("sqlite", "postgresql"))

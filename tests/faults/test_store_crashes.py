@@ -1,6 +1,6 @@
-"""Workers with records in any store that kill themselves at named points, with handlers in transactions and without.
+"""Workers on any store that kill themselves at named points, with and without transactional handlers.
 
-All of them share their servers and their time: they mostly wait for sessions, leases and claims to end.
+The trials share their servers and run concurrently, since they mostly wait for sessions, leases and claims to end.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 from integr8s_idem.testing.crash_points import CrashPoint
 from tests.campaigns.figures import Figures, ViolationError
 from tests.crashes import store_points, transactional, transactional_zombies
-from tests.crashes.forks import Nursery
-from tests.crashes.ground import Ground, open_ground
-from tests.crashes.points import LIVES, OF_TRANSACTIONS, run_on
+from tests.crashes.forks import ForkServer
+from tests.crashes.ground import Servers, open_servers
+from tests.crashes.points import LIVES, TRANSACTION_POINTS, run_on
 from tests.crashes.store_points import StoreTrial
 from tests.crashes.transactional import KINDS, POINTS, TransactionalTrial, points_of
 from tests.crashes.transactional_zombies import ZombieTrial
@@ -24,61 +24,65 @@ from tests.kafka_faults.tools import need_kafka
 from tests.support import homes
 
 FOUND = {
-    # Each mistake, the point at which one death shows it, and what is said then.
+    # Bug: the point at which one crash reveals it, and the error.
     "completes_outside": (CrashPoint.BEFORE_TRANSACTION_COMMIT, "completions without a row"),
-    "sends_outside": (CrashPoint.AFTER_OUTCOME, "events that wait for work that is not done"),
-    "forgets_first": (CrashPoint.BEFORE_SEND, "events that neither wait nor were published"),
+    "sends_outside": (CrashPoint.AFTER_OUTCOME, "events in the outbox of work that is not done"),
+    "forgets_first": (CrashPoint.BEFORE_SEND, "events that are neither in the outbox nor published"),
 }
 
-ZOMBIE = "commits_all_the_same"
+ZOMBIE = "commits_anyway"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of all that ran."""
+    """Results of all trials."""
 
     transactional: Figures | BaseException
     stand_alone: Figures | BaseException
     zombies: Figures | BaseException
-    mistakes: Mapping[str, Figures | BaseException]
+    bugs: Mapping[str, Figures | BaseException]
 
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
     need_kafka(own=True)
-    return asyncio.run(all_at_once())
+    return asyncio.run(run_all())
 
 
-async def all_at_once() -> Outcome:
+async def run_all() -> Outcome:
     kinds = dict.fromkeys((*transactional.KINDS, *store_points.KINDS))
-    async with open_ground(kinds=kinds) as ground, Nursery() as nursery:
-        transactional_trials = run_on(ground, nursery, range(transactional.CAMPAIGN.in_test), TransactionalTrial, 5)
-        # Numbers of their own: a trial's topics and its folder have its number for a name.
-        numbers = range(1000, 1000 + store_points.CAMPAIGN.in_test)
-        stand_alone_trials = run_on(ground, nursery, numbers, StoreTrial, 4)
-        stalls = run_on(ground, nursery, range(3000, 3000 + transactional_zombies.CAMPAIGN.in_test), ZombieTrial, 4)
-        mistaken = [mistaken_trial(ground, nursery, place, bug).run() for place, bug in enumerate(FOUND)]
-        # By READ COMMITTED: stricter levels refuse by themselves what has been overtaken.
-        mistaken.append(ZombieTrial(ground, nursery, 4010, bug=ZOMBIE).run())
-        first, second, third, *mistakes = await asyncio.gather(
-            transactional_trials, stand_alone_trials, stalls, *mistaken, return_exceptions=True
+    async with open_servers(kinds=kinds) as servers, ForkServer() as fork_server:
+        transactional_trials = run_on(
+            servers, fork_server, range(transactional.CAMPAIGN.in_test), TransactionalTrial, 5
         )
-    return Outcome(first, second, third, dict(zip((*FOUND, ZOMBIE), mistakes, strict=True)))
+        # The numbers must not overlap: topics and folder of a trial are named after its number.
+        numbers = range(1000, 1000 + store_points.CAMPAIGN.in_test)
+        stand_alone_trials = run_on(servers, fork_server, numbers, StoreTrial, 4)
+        stalls = run_on(
+            servers, fork_server, range(3000, 3000 + transactional_zombies.CAMPAIGN.in_test), ZombieTrial, 4
+        )
+        buggy = [buggy_trial(servers, fork_server, index, bug).run() for index, bug in enumerate(FOUND)]
+        # Trial 4010 uses READ COMMITTED: stricter levels reject overtaken transactions themselves.
+        buggy.append(ZombieTrial(servers, fork_server, 4010, bug=ZOMBIE).run())
+        first, second, third, *bugs = await asyncio.gather(
+            transactional_trials, stand_alone_trials, stalls, *buggy, return_exceptions=True
+        )
+    return Outcome(first, second, third, dict(zip((*FOUND, ZOMBIE), bugs, strict=True)))
 
 
-def mistaken_trial(ground: Ground, nursery: Nursery, place: int, bug: str) -> TransactionalTrial:
+def buggy_trial(servers: Servers, fork_server: ForkServer, index: int, bug: str) -> TransactionalTrial:
     point, _ = FOUND[bug]
-    # On PostgreSQL: in a file, a second transaction would wait for the handler's, and the handler for that.
-    return TransactionalTrial(ground, nursery, 2000 + place * len(KINDS), points=[point], bug=bug)
+    # Even numbers use PostgreSQL: with SQLite, a second transaction and the handler's would wait for each other.
+    return TransactionalTrial(servers, fork_server, 2000 + index * len(KINDS), points=[point], bug=bug)
 
 
-def figures_of(told: Figures | BaseException) -> Figures:
-    if isinstance(told, BaseException):
-        raise told
-    return told
+def figures_of(result: Figures | BaseException) -> Figures:
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
-def passed_by(figures: Figures, points: Iterable[CrashPoint]) -> list[str]:
+def without_kills(figures: Figures, points: Iterable[CrashPoint]) -> list[str]:
     return [point.value for point in points if not figures[f"kills:{point.value}"]]
 
 
@@ -86,10 +90,10 @@ def passed_by(figures: Figures, points: Iterable[CrashPoint]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.scenario(28)
-def test_whatever_point_workers_die_at_row_outcome_and_events_are_there_together_and_once(outcome: Outcome) -> None:
+def test_row_outcome_and_events_exist_together_and_once_when_workers_die_at_any_point(outcome: Outcome) -> None:
     figures = figures_of(outcome.transactional)
 
-    assert passed_by(figures, OF_TRANSACTIONS) == []
+    assert without_kills(figures, TRANSACTION_POINTS) == []
     assert figures["kills"] >= transactional.CAMPAIGN.shown_in_test
     assert min(figures["kills:postgresql"], figures["kills:sqlite"]) >= LIVES
     assert figures["completed"] > figures["completed_before_the_end"] > transactional.CAMPAIGN.in_test
@@ -98,7 +102,7 @@ def test_whatever_point_workers_die_at_row_outcome_and_events_are_there_together
 @pytest.mark.kafka
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_with_records_in_any_store_deaths_at_any_point_leave_all_work_done_once(outcome: Outcome) -> None:
+def test_work_is_done_once_with_any_store_when_workers_die_at_any_point(outcome: Outcome) -> None:
     figures = figures_of(outcome.stand_alone)
 
     assert figures["kills"] >= store_points.CAMPAIGN.shown_in_test
@@ -110,7 +114,7 @@ def test_with_records_in_any_store_deaths_at_any_point_leave_all_work_done_once(
 @pytest.mark.kafka
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_what_a_zombie_wrote_in_its_transaction_is_not_seen_once_it_is_overtaken(outcome: Outcome) -> None:
+def test_the_transaction_of_an_overtaken_zombie_is_rolled_back(outcome: Outcome) -> None:
     figures = figures_of(outcome.zombies)
 
     assert figures["zombies:postgresql"] == figures["zombies:sqlite"] == len(KINDS)
@@ -122,37 +126,37 @@ def test_what_a_zombie_wrote_in_its_transaction_is_not_seen_once_it_is_overtaken
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", FOUND)
-def test_each_mistake_of_a_transactional_mode_is_found_by_one_death(outcome: Outcome, bug: str) -> None:
-    _, said = FOUND[bug]
+def test_each_injected_transactional_bug_is_found_by_one_crash(outcome: Outcome, bug: str) -> None:
+    _, message = FOUND[bug]
 
-    with pytest.raises(ViolationError, match=said):
-        figures_of(outcome.mistakes[bug])
+    with pytest.raises(ViolationError, match=message):
+        figures_of(outcome.bugs[bug])
 
 
 @pytest.mark.kafka
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_zombie_that_commits_all_the_same_is_found(outcome: Outcome) -> None:
+def test_a_zombie_that_commits_anyway_is_found(outcome: Outcome) -> None:
     with pytest.raises(ViolationError, match=r"more than one row"):
-        figures_of(outcome.mistakes[ZOMBIE])
+        figures_of(outcome.bugs[ZOMBIE])
 
 
-def test_26_trials_in_a_row_have_each_point_once_in_each_kind_of_database() -> None:
+def test_26_consecutive_trials_cover_each_point_once_per_kind_of_database() -> None:
     for first in (0, 26, 260):
-        row = [(point.value, number % 2) for number in range(first, first + 26) for point in points_of(number)]
+        covered = [(point.value, number % 2) for number in range(first, first + 26) for point in points_of(number)]
 
-        assert sorted(row) == sorted((point.value, kind) for point in POINTS for kind in (0, 1))
+        assert sorted(covered) == sorted((point.value, kind) for point in POINTS for kind in (0, 1))
 
 
-def test_five_trials_in_a_row_have_each_point_that_only_transactional_handlers_and_relays_have() -> None:
+def test_five_consecutive_trials_cover_all_transactional_points() -> None:
     for first in (0, 13, 260):
-        row = {point for number in range(first, first + 5) for point in points_of(number)}
+        covered = {point for number in range(first, first + 5) for point in points_of(number)}
 
-        assert row > OF_TRANSACTIONS
+        assert covered > TRANSACTION_POINTS
 
 
 @pytest.mark.parametrize("kind", homes.KINDS)
-def test_of_each_kind_of_store_a_server_can_be_had(kind: str) -> None:
+def test_a_server_is_available_for_each_kind_of_store(kind: str) -> None:
     if missing := homes.KINDS[kind].missing():
         pytest.skip(missing)
 

@@ -1,4 +1,4 @@
-"""TLS to a real Kafka, and to a real Redis behind a front; certificates of an authority of our own."""
+"""TLS connections to a real Kafka, and to a real Redis with a TLS front, with certificates of a test authority."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def redis_behind_tls(
             await client.aclose()
 
 
-async def test_redis_is_reached_through_tls(redis_server: RedisServer, tmp_path: Path) -> None:
+async def test_a_client_connects_to_redis_with_tls(redis_server: RedisServer, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
 
     async with redis_behind_tls(redis_server, authority, authority) as store:
@@ -57,7 +57,7 @@ async def test_redis_is_reached_through_tls(redis_server: RedisServer, tmp_path:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_redis_with_a_wrong_certificate_is_refused(redis_server: RedisServer, tmp_path: Path, wrong: str) -> None:
+async def test_a_wrong_certificate_of_redis_is_rejected(redis_server: RedisServer, tmp_path: Path, wrong: str) -> None:
     trusted = Authority(tmp_path)
     signing = Authority(tmp_path, "other") if wrong == "another authority" else trusted
 
@@ -66,7 +66,7 @@ async def test_redis_with_a_wrong_certificate_is_refused(redis_server: RedisServ
             await store.ping()
 
 
-async def test_a_redis_that_speaks_no_tls_is_refused(redis_server: RedisServer, tmp_path: Path) -> None:
+async def test_a_redis_without_tls_is_rejected(redis_server: RedisServer, tmp_path: Path) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(b"+PONG\r\n")
@@ -86,7 +86,7 @@ async def test_a_redis_that_speaks_no_tls_is_refused(redis_server: RedisServer, 
 
 @dataclass(frozen=True)
 class Listeners:
-    """Of one broker: ports on the loopback."""
+    """Loopback ports of one broker."""
 
     tls: int
     plain: int
@@ -95,7 +95,7 @@ class Listeners:
 
 @pytest.fixture(scope="module")
 def listeners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listeners]:
-    """A broker whose certificate is good for 127.0.0.1, and no other name."""
+    """Start a broker whose certificate is valid only for 127.0.0.1."""
     need_kafka(own=True)
     folder = tmp_path_factory.mktemp("kafka")
     authority = Authority(folder)
@@ -109,7 +109,7 @@ def listeners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listeners]:
 
 
 @pytest.mark.kafka
-async def test_kafka_is_reached_through_tls(listeners: Listeners) -> None:
+async def test_a_publisher_connects_to_kafka_with_tls(listeners: Listeners) -> None:
     await _publish(f"127.0.0.1:{listeners.tls}", listeners.authority)
 
 
@@ -122,10 +122,10 @@ async def test_kafka_is_reached_through_tls(listeners: Listeners) -> None:
         ("another authority", "unable to get local issuer certificate"),
         ("another host", "Hostname mismatch, certificate is not valid for 'localhost'"),
         ("an expired certificate", "certificate has expired"),
-        ("plain text", ""),  # the broker hangs up on a greeting that it cannot read
+        ("plain text", ""),  # the broker closes the connection without a readable response
     ],
 )
-async def test_kafka_with_a_wrong_certificate_or_none_is_refused(
+async def test_a_wrong_or_missing_certificate_of_kafka_is_rejected(
     listeners: Listeners, tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str, reason: str
 ) -> None:
     trusted = Authority(tmp_path, "other") if wrong == "another authority" else listeners.authority
@@ -144,7 +144,7 @@ async def test_kafka_with_a_wrong_certificate_or_none_is_refused(
 
 
 def _add_tls(properties: Path, authority: Authority) -> int:
-    """A listener more, on the port that is returned."""
+    """Add a TLS listener, and return its port."""
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = int(held.getsockname()[1])
     added = {

@@ -1,4 +1,4 @@
-"""Workers that stall and come back: what they still do counts for nothing."""
+"""Workers that stall and resume: their late writes are rejected."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.kafka
 
 
 @pytest.fixture(autouse=True)
-def _kafka_is_there() -> None:
+def _require_kafka() -> None:
     need_kafka()
 
 
 @pytest.mark.scenario(33, 35, 36)
-def test_what_a_zombie_does_after_its_lease_counts_for_nothing() -> None:
+def test_writes_of_a_zombie_after_its_lease_are_rejected() -> None:
     figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
 
     assert figures["zombies"] == CAMPAIGN.in_test
@@ -36,7 +36,7 @@ def test_what_a_zombie_does_after_its_lease_counts_for_nothing() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_what_a_zombie_does_after_its_lease_counts_for_nothing_in_other_stores_either() -> None:
+def test_writes_of_a_zombie_after_its_lease_are_rejected_in_other_stores() -> None:
     figures = store_zombies.CAMPAIGN.run(0, store_zombies.CAMPAIGN.in_test)
 
     of_each = store_zombies.CAMPAIGN.in_test / len(store_zombies.KINDS)
@@ -45,7 +45,7 @@ def test_what_a_zombie_does_after_its_lease_counts_for_nothing_in_other_stores_e
 
 
 @pytest.mark.scenario(34, 37)
-async def test_a_stall_within_the_lease_is_no_takeover_and_a_loop_blocked_beyond_it_is_one() -> None:
+async def test_only_a_stall_longer_than_the_lease_causes_a_takeover() -> None:
     async with open_pair() as pair:
         await pair.give(TaskGiven(work="short", before=1.0))
         holder, other = pair.of_process(await pair.until("begin", "short", 1))
@@ -70,7 +70,7 @@ async def test_a_stall_within_the_lease_is_no_takeover_and_a_loop_blocked_beyond
 
 
 @pytest.mark.scenario(39, 68)
-async def test_a_member_put_out_of_its_group_has_its_commit_refused_and_goes_on(
+async def test_an_evicted_member_continues_after_its_commit_is_rejected(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     observer = CountingObserver()
@@ -81,7 +81,7 @@ async def test_a_member_put_out_of_its_group_has_its_commit_refused_and_goes_on(
         await workload.publish_round()
         await workload.all_settled()
 
-        await put_out(workload.settings.bootstrap_servers, workload.group)
+        await evict(workload.settings.bootstrap_servers, workload.group)
         await workload.publish_round()
         await eventually(lambda: observer.counts[Signal.COMMIT_FAILED])
         await workload.publish_round()
@@ -92,8 +92,8 @@ async def test_a_member_put_out_of_its_group_has_its_commit_refused_and_goes_on(
     assert {record.levelname for record in caplog.records if "commit failed" in record.message} == {"WARNING"}
 
 
-async def put_out(bootstrap: str, group: str) -> None:
-    """Tell the coordinator, in the name of its only member, that this one leaves."""
+async def evict(bootstrap: str, group: str) -> None:
+    """Send a leave request to the coordinator in the name of the group's only member."""
     admin: Any = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
     await admin.start()
     try:

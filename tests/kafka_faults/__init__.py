@@ -1,1 +1,1 @@
-"""Campaigns and tools for what goes wrong around Kafka: zombies, rebalances, brokers that die."""
+"""Campaigns and tools for faults around Kafka: zombies, rebalances, broker crashes."""

@@ -1,6 +1,6 @@
-"""The service that is stopped and told to end: `python -m integr8s_idem run tests.kafka_faults.application:platform`.
+"""Application for fault tests: `python -m integr8s_idem run tests.kafka_faults.application:platform`.
 
-What its handler does comes with the event; what really happened is left in the folder that FAULTS_EFFECTS names.
+Each event determines the behavior of its handler.  Effects are recorded in the folder FAULTS_EFFECTS.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class TaskGiven(BaseEvent):
     event_type: Literal["task_given"] = "task_given"
     work: str
     before: float = 0.0
-    """Seconds from the begin to the effect, for the first attempt."""
+    """Seconds from the start to the effect in the first attempt."""
     rerun_after: float = 0.0
-    """Seconds from the effect to the end, for later attempts."""
+    """Seconds from the effect to the end in later attempts."""
     blocks: float = 0.0
-    """Seconds before the effect for which the first attempt holds the event loop."""
+    """Seconds for which the first attempt blocks the event loop before the effect."""
     blocks_after: float = 0.0
-    """The same, behind the effect."""
+    """Seconds for which the first attempt blocks the event loop after the effect."""
     fails: bool = False
-    """The first attempt ends with an error."""
+    """Whether the first attempt raises an error."""
 
 
 router = EventRouter()
@@ -45,13 +45,13 @@ async def work(event: TaskGiven, attempt: FromDishka[Attempt]) -> str:
     effects.note("begin", event.work, attempt)
     first = attempt.number == 1
     if first and event.blocks:
-        time.sleep(event.blocks)  # noqa: ASYNC251  # as a handler should not: it acts as soon as its process wakes
+        time.sleep(event.blocks)  # noqa: ASYNC251  # blocks on purpose: the handler continues as soon as its process resumes
     if first and event.before:
-        await _long(event, attempt, effects)
+        await _sleep_before_effect(event, attempt, effects)
     effects.apply(event.work, attempt)
     effects.note("applied", event.work, attempt)  # a worker stopped before this may hold the sink's lock
     if first and event.blocks_after:
-        time.sleep(event.blocks_after)  # noqa: ASYNC251  # as above
+        time.sleep(event.blocks_after)  # noqa: ASYNC251  # blocks on purpose
     if not first and event.rerun_after:
         await asyncio.sleep(event.rerun_after)
     if first and event.fails:
@@ -60,7 +60,7 @@ async def work(event: TaskGiven, attempt: FromDishka[Attempt]) -> str:
     return effects.receipt(event.work, attempt)
 
 
-async def _long(event: TaskGiven, attempt: Attempt, effects: Effects) -> None:
+async def _sleep_before_effect(event: TaskGiven, attempt: Attempt, effects: Effects) -> None:
     try:
         await asyncio.sleep(event.before)
     except asyncio.CancelledError:

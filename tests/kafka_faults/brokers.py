@@ -1,6 +1,6 @@
-"""Campaign `broker-restarts`: the only broker is killed, stopped in good order or stalled while events flow.
+"""Campaign `broker-restarts`: the only broker is killed, shut down or stalled under load.
 
-Two of five times it is away for longer than several sessions of its members.
+In two of five runs, it is down for longer than several sessions of its members.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from tests.support.conditions import eventually
 from tests.support.kafka.broker import KafkaBroker
 
 RECOVERS_WITHIN: Final = 60.0
-"""Seconds from the broker's return to the next effect, at most."""
+"""Maximum number of seconds from the broker's return to the next effect."""
 
 SESSION: Final = 2.0
 """Seconds."""
 
-LONG_AWAY: Final = {1: 8.0, 4: 20.0}
-"""Seconds, by the number's last digit to the base of five."""
+LONG_OUTAGES: Final = {1: 8.0, 4: 20.0}
+"""Duration of long outages in seconds, by the run's number modulo five."""
 
 
 async def disturb(broker: KafkaBroker, number: int) -> str:
-    """Take the broker away for a while; what was done."""
-    chance = random.Random(number)
-    how = chance.choice(("killed", "restarted", "stalled"))
-    away = LONG_AWAY.get(number % 5, chance.uniform(0.0, 3.0))
+    """Make the broker unavailable for a while, and return a description of the fault."""
+    rng = random.Random(number)
+    how = rng.choice(("killed", "restarted", "stalled"))
+    outage = LONG_OUTAGES.get(number % 5, rng.uniform(0.0, 3.0))
     if how == "stalled":
         os.kill(broker.pid, signal.SIGSTOP)
         try:
-            await asyncio.sleep(away)
+            await asyncio.sleep(outage)
         finally:
             os.kill(broker.pid, signal.SIGCONT)
     else:
         await asyncio.to_thread(broker.kill if how == "killed" else broker.stop)
-        await asyncio.sleep(away)
+        await asyncio.sleep(outage)
         await asyncio.to_thread(broker.start)
-    return f"{how}, {away:.1f} s away"
+    return f"{how}, down for {outage:.1f} s"
 
 
-async def goes_on(workload: Workload) -> None:
-    """Return once something is handled that was asked for from now on."""
+async def wait_for_progress(workload: Workload) -> None:
+    """Wait until an event that is published from now on has been handled."""
     rounds = workload.rounds
 
     def newer() -> bool:
@@ -57,7 +57,7 @@ async def goes_on(workload: Workload) -> None:
 
 
 async def _run(numbers: Iterable[int]) -> Figures:
-    figures, done = Figures(), "not begun"
+    figures, done = Figures(), "not started"
     broker = await asyncio.to_thread(servers.own_broker)
     try:
         async with open_workload(broker, session_timeout_seconds=SESSION) as workload:
@@ -69,7 +69,7 @@ async def _run(numbers: Iterable[int]) -> Figures:
                 for number in numbers:
                     try:
                         done = await disturb(broker, number)
-                        await goes_on(workload)
+                        await wait_for_progress(workload)
                     except AssertionError as error:
                         raise ViolationError(f"restart {number} ({done}): {error}") from error
                     figures.update(restarts=1)
@@ -84,14 +84,14 @@ async def _run(numbers: Iterable[int]) -> Figures:
 
 
 def run(first: int, count: int) -> Figures:
-    """The restarts numbered `first` to `first + count - 1`, one after the other."""
+    """Perform the restarts numbered `first` to `first + count - 1`, one after the other."""
     return asyncio.run(_run(range(first, first + count)))
 
 
 CAMPAIGN: Final = Campaign(
     name="broker-restarts",
     counts="restarts",
-    says="the only broker is killed, restarted or stalled (SIGSTOP), for up to 20 seconds, while events flow",
+    says="the only broker is killed, restarted or stalled (SIGSTOP) for up to 20 seconds under load",
     scenarios=(60, 61),
     in_test=2,
     target=50,

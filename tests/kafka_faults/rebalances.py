@@ -1,7 +1,7 @@
-"""Campaign `rebalances`: members join and leave every two seconds while events flow.
+"""Campaign `rebalances`: members join and leave every two seconds under load.
 
-Two to four members in this process, on a real Kafka and a real Redis.  Half of those that leave drain first,
-the others are stopped with their handlers cancelled.
+Two to four members run in this process, on a real Kafka and a real Redis.  Half of the leaving members drain first; the
+others are stopped with their handlers cancelled.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from tests.kafka_faults.workload import Workload, open_workload
 from tests.support.conditions import eventually
 
 EVERY: Final = 2.0
-"""Seconds between two changes of the membership."""
+"""Seconds between membership changes."""
 
 GROUPS: Final = 2
-"""Groups side by side."""
+"""Groups that run concurrently."""
 
 PATIENCE: Final = 5
-"""Changes within which something must have been handled."""
+"""Number of changes within which at least one event must be handled."""
 
 
-async def change_membership(workload: Workload, chance: random.Random) -> None:
-    """Somebody joins or leaves, so that two to four stay."""
+async def change_membership(workload: Workload, rng: random.Random) -> None:
+    """Let a member join or leave, so that the group has two to four members."""
     count = len(workload.members)
-    if count <= 2 or (count < 4 and chance.random() < 0.5):
+    if count <= 2 or (count < 4 and rng.random() < 0.5):
         await workload.join()
     else:
-        await workload.leave(chance.choice(workload.members), at_once=chance.random() < 0.5)
+        await workload.leave(rng.choice(workload.members), at_once=rng.random() < 0.5)
 
 
 async def storm(numbers: Sequence[int]) -> Figures:
-    """As many changes as there are numbers, and then everything that was asked for.
+    """Perform the numbered changes, and check that all events are handled.
 
     Raises:
         ViolationError: A promise was broken.
@@ -62,15 +62,15 @@ async def storm(numbers: Sequence[int]) -> Figures:
     return figures
 
 
-async def _side_by_side(first: int, count: int) -> Figures:
+async def _run_groups(first: int, count: int) -> Figures:
     shares = [range(first + start, first + count, GROUPS) for start in range(min(GROUPS, count))]
     total = Figures()
-    for figures in await asyncio.gather(*map(_named, shares)):
+    for figures in await asyncio.gather(*map(_storm, shares)):
         total.update(figures)
     return total
 
 
-async def _named(numbers: Sequence[int]) -> Figures:
+async def _storm(numbers: Sequence[int]) -> Figures:
     try:
         return await storm(numbers)
     except AssertionError as error:
@@ -78,14 +78,14 @@ async def _named(numbers: Sequence[int]) -> Figures:
 
 
 def run(first: int, count: int) -> Figures:
-    """The changes numbered `first` to `first + count - 1`."""
-    return asyncio.run(_side_by_side(first, count))
+    """Perform the membership changes numbered `first` to `first + count - 1`."""
+    return asyncio.run(_run_groups(first, count))
 
 
 CAMPAIGN: Final = Campaign(
     name="rebalances",
     counts="rebalances",
-    says="every two seconds a member joins, drains and leaves, or is stopped at once, while events flow",
+    says="every two seconds, a member joins, drains and leaves, or is stopped without draining, under load",
     scenarios=(62, 63),
     in_test=10,
     target=200,

@@ -1,4 +1,4 @@
-"""Servers that campaigns share: started at the first need, ended with the process."""
+"""Servers shared by campaigns: started on first use, and stopped with the process."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from tests.support.redis import RedisServer
 
 @cache
 def kafka() -> Kafka:
-    """A broker that stays whole: the one that `INTEGR8S_IDEM_TEST_KAFKA` names, or one of our own.
+    """Return a broker that no test kills: that of `INTEGR8S_IDEM_TEST_KAFKA`, or a new one.
 
     Raises:
-        ToolsMissingError: Neither is there.
+        ToolsMissingError: The variable is not set, and no broker can be started.
     """
     address = os.environ.get(ADDRESS)
     return Kafka(address) if address else own_broker()
 
 
 def own_broker(settings: Mapping[str, str] | None = None) -> KafkaBroker:
-    """A running broker; it ends with the process if nobody ends it before."""
+    """Start a broker; it is killed with the process at the latest."""
     folder = tempfile.TemporaryDirectory(prefix="idem-kafka-")
     atexit.register(folder.cleanup)
     broker = KafkaBroker(Path(folder.name), settings)
@@ -47,7 +47,7 @@ def own_broker(settings: Mapping[str, str] | None = None) -> KafkaBroker:
 
 @cache
 def redis() -> RedisServer:
-    """A Redis that stays whole."""
+    """Return a Redis that no test kills."""
     server = RedisServer()
     atexit.register(server.stop)
     server.start()
@@ -56,14 +56,14 @@ def redis() -> RedisServer:
 
 @cache
 def home(kind: str) -> Home:
-    """A server for records of this kind that stays whole."""
+    """Return a server for this kind of store that no test kills."""
     stack = ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(open_home(kind))
 
 
 async def committed(bootstrap: str, group: str) -> dict[TopicPartition, int]:
-    """How far a group has come, as the broker knows it."""
+    """Return the committed offsets of a group."""
     admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
     await admin.start()
     try:
@@ -73,15 +73,15 @@ async def committed(bootstrap: str, group: str) -> dict[TopicPartition, int]:
             except KafkaError as error:
                 if not error.retriable:
                     raise
-                await asyncio.sleep(0.1)  # the coordinator is not there yet, or not any more
+                await asyncio.sleep(0.1)  # the coordinator is not available
             else:
-                return {partition: known.offset for partition, known in offsets.items()}
+                return {partition: offset.offset for partition, offset in offsets.items()}
     finally:
         await admin.close()
 
 
 async def is_settled(bootstrap: str, group: str, members: int) -> bool:
-    """Whether the coordinator of `group` counts so many members, each of which knows what it holds."""
+    """Return whether `group` is stable and has this number of members."""
     admin: Any = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
     await admin.start()
     try:
@@ -93,6 +93,6 @@ async def is_settled(bootstrap: str, group: str, members: int) -> bool:
 
 
 async def records(keys: Sequence[str]) -> list[IdempotencyRecord]:
-    """What the Redis that stays whole holds of `keys`."""
+    """Return the records of `keys` in the shared Redis."""
     async with redis().client() as client:
         return [record for record in await RedisIdempotencyRepository(client).get(keys) if record is not None]

@@ -1,4 +1,4 @@
-"""Campaign `zombies-stores`: those of `tests.kafka_faults.zombies`, with records elsewhere than in a single Redis."""
+"""Campaign `zombies-stores`: the zombies of `tests.kafka_faults.zombies` with records in other stores."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CAMPAIGN: Final = Campaign(
     name="zombies-stores",
     counts="zombies",
     says="a worker with records in a real PostgreSQL, SQLite, MariaDB, Redis Cluster, Redis with Sentinels, or in "
-    "DynamoDB Local is stopped (SIGSTOP) beyond its lease and its session, another one finishes, then it goes on",
+    "DynamoDB Local is stopped (SIGSTOP) for longer than its lease and session, another one finishes, then it resumes",
     scenarios=(33, 35, 36, 38),
     in_test=2 * len(KINDS),
     target=OF_A_KIND * len(KINDS),
     on_page=(2 * len(ALL), OF_A_KIND * len(ALL)),
-    # Each pair has each kind of zombie once.
+    # Each pair runs each kind of zombie once.
     batch=14 * len(KINDS),
     run=partial(zombies.run, kinds=KINDS),
 )

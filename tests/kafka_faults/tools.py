@@ -1,4 +1,4 @@
-"""What tests of this package ask for before they begin."""
+"""Requirements of the tests with Kafka."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from tests.support.kafka.fixtures import ADDRESS, skip_or_fail
 
 
 def need_kafka(*, own: bool = False) -> None:
-    """Skip the test, with what to do, where no Kafka can be had.  `own`: it must be one that may be killed."""
+    """Skip the test, with instructions, if Kafka is not available.
+
+    Args:
+        own: Whether the test needs a broker that it may kill.
+    """
     if os.environ.get(ADDRESS) and not own:
         return
     try:

@@ -1,4 +1,4 @@
-"""Events by key, members that handle them, effects counted from the outside: what rebalances and brokers disturb."""
+"""A load of events by key, group members that handle them, and the effects that they leave."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tests.support.workers import QUICK, OrderPlaced, WorkerInTest
 KEYS: Final = 8
 HANDLER_SECONDS: Final = 0.02
 COMMITTED_WITHIN: Final = 30.0
-"""Seconds that the last offsets may take."""
+"""Seconds within which the last offsets must be committed."""
 
 BY_KEY: Final = QUICK.model_copy(update={"ordering": "key", "max_in_flight": 60})
 
 
 @dataclass
 class Workload:
-    """A topic of numbered events per key, and who handles them."""
+    """A topic with numbered events per key, and the members that handle them."""
 
     settings: KafkaSettings
     group: str
@@ -54,7 +54,7 @@ class Workload:
     rounds: int = 0
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
-    """Cleared, handlers wait for it."""
+    """Handlers wait for it while it is cleared."""
     _clients: list[Any] = field(default_factory=list)
 
     @property
@@ -62,7 +62,7 @@ class Workload:
         return self.publisher.topic_of("order_placed")
 
     async def join(self) -> WorkerInTest:
-        """One more member; it may not have joined yet."""
+        """Start another member; it may not have joined the group yet."""
         manager = self._manager()
         publisher = EventPublisher(self.settings)
         router = EventRouter()
@@ -95,7 +95,7 @@ class Workload:
         return event.order_id
 
     async def leave(self, member: WorkerInTest, *, at_once: bool = False) -> None:
-        """`member` drains and leaves, or is stopped with its handlers cancelled."""
+        """Stop `member` after a drain; with `at_once`, cancel its handlers instead."""
         self.members.remove(member)
         self.past.append(member)
         if at_once:
@@ -107,7 +107,7 @@ class Workload:
             await member.stop()
 
     async def publish_round(self) -> None:
-        """The next event of each key; tried again until the brokers have confirmed it.  One round at a time."""
+        """Publish the next event of each key, with retries until it is confirmed.  Only one round runs at a time."""
         async with self.publishing:
             await self._publish_round()
 
@@ -126,17 +126,17 @@ class Workload:
                     await asyncio.sleep(0.1)
 
     def partition_of(self, work: str) -> int:
-        """Where the events of a key are."""
+        """Return the partition of a key's events."""
         return _partition_of(f"{self.group}-{work.split('-')[0]}", self.partitions)
 
     async def feed(self, every: float) -> None:
-        """Publish a round every so many seconds, until cancelled."""
+        """Publish a round every `every` seconds until cancelled."""
         while True:
             await asyncio.shield(asyncio.ensure_future(self.publish_round()))
             await asyncio.sleep(every)
 
     async def all_settled(self, *, within: float = 60.0) -> None:
-        """Return once every published event has had its effect, and nothing is under way."""
+        """Wait until every published event has had its effect, and no event is in flight."""
 
         def settled() -> bool:
             reports = [member.worker.report() for member in self.members]
@@ -145,20 +145,20 @@ class Workload:
         await eventually(settled, within=within, state=self.snapshot)
 
     def snapshot(self) -> str:
-        """How it stands."""
+        """Describe the state, for error messages."""
         missing = sorted(set(self.published) - self.effects.done())
         return f"missing {missing[:10]} of {len(self.published)}; " + "; ".join(
             str(member.worker.report()) for member in self.members
         )
 
     async def judge(self) -> Figures:
-        """Everything that was asked for happened, in the order of its key, once in the sink; offsets say so too.
+        """Check that every event had its effect once in the sink and in order of its key, and was committed.
 
         Raises:
-            ViolationError: Not so.
+            ViolationError: An event was lost, repeated, out of order, or not committed.
         """
         figures = self.effects.judge(self.published)
-        self._in_order()
+        self._judge_order()
         give_up_at = time.monotonic() + COMMITTED_WITHIN
         while sum((committed := await self._committed()).values()) < len(self.published):
             if time.monotonic() > give_up_at:
@@ -172,16 +172,16 @@ class Workload:
     async def _committed(self) -> dict[TopicPartition, int]:
         return await servers.committed(self.settings.bootstrap_servers, self.group)
 
-    def _in_order(self) -> None:
+    def _judge_order(self) -> None:
         seen: dict[str, int] = {}
-        for work in self.effects.in_sink():  # in the order in which they came
+        for work in self.effects.in_sink():  # in order of arrival
             key, number = work.split("-")
             if int(number) != seen.get(key, -1) + 1:
-                raise ViolationError(f"{work} came behind number {seen.get(key)} of its key")
+                raise ViolationError(f"{work} followed number {seen.get(key)} of its key")
             seen[key] = int(number)
 
     async def close(self) -> None:
-        """End every member, whatever state it is in."""
+        """Stop all members without draining, and close all clients."""
         for member in list(self.members):
             await self.leave(member, at_once=True)
         await self.publisher.close()
@@ -206,8 +206,8 @@ def _used_by(group: str, partitions: int) -> set[int]:
 
 @asynccontextmanager
 async def open_workload(kafka: Kafka, *, partitions: int = 4, **changes: Any) -> AsyncIterator[Workload]:
-    """A topic of its own; whoever is a member at the end is ended."""
-    # By chance one of two partitions would get none of the keys, in one of 128 topics.
+    """Create a topic and a workload on it; remaining members are stopped at the end."""
+    # With two partitions, all keys would fall into one of them for one of 128 prefixes.
     prefix = next(name for name in _prefixes() if len(_used_by(f"{name}tasks", partitions)) > 1 or partitions == 1)
     settings = KafkaSettings.model_validate(
         {

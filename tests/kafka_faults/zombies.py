@@ -1,7 +1,7 @@
-"""Campaign `zombies`: the holder of an event stalls beyond lease and session, another one finishes, the holder wakes.
+"""Campaign `zombies`: the worker of an event stalls beyond lease and session, another one finishes, the first resumes.
 
-Pairs of worker processes work side by side, each in a group of its own with one partition, so that one of
-them holds the event and only a rebalance hands it to the other.
+Pairs of worker processes run concurrently.  Each pair is a group with one partition, so that one worker holds the
+event, and the other one gets it only by a rebalance.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tests.support.processes import ServiceProcess
 
 LEASE: Final = 1.0
 LEASE_IN_FILES: Final = 2.0
-"""Where records wait for a disk: a busy one must not take the lease of the second run as well."""
+"""Lease with stores that write to a disk: a busy disk must not cost the second run its lease too."""
 
 SESSION: Final = 1.5
 ENDLESS: Final = 300.0
-"""Seconds that only a handler spends which nobody cancels: longer than anybody here waits."""
+"""Duration of handlers that must be cancelled: longer than all timeouts of the campaign."""
 
 PAIRS: Final = 3
-"""Pairs of processes that work side by side."""
+"""Pairs of processes that run concurrently."""
 
 _SETTINGS: Final = """
 [kafka]
@@ -69,19 +69,19 @@ metrics_port = 0
 
 @dataclass
 class Pair:
-    """Two workers of one group, what they are given, and what they did."""
+    """Two workers of one group, their tasks, and the effects of these."""
 
     folder: Path
     group: str
     publisher: EventPublisher
     effects: Effects
     store: StoreTable
-    """Settings of its store."""
+    """Store settings of the workers."""
     workers: list[ServiceProcess] = field(default_factory=list)
     given: list[str] = field(default_factory=list)
 
     def start_worker(self) -> ServiceProcess:
-        """One more worker."""
+        """Start another worker."""
         worker = ServiceProcess(
             "tests.kafka_faults.application:platform",
             "--settings",
@@ -94,7 +94,7 @@ class Pair:
         return worker
 
     async def stop(self, worker: ServiceProcess) -> None:
-        """SIGSTOP, but not while it writes into a file that only one can write into: nobody could go on."""
+        """Stop a worker with SIGSTOP, but not while it locks the SQLite file: that would block the other worker."""
         worker.stop_signal()
         while self.store["kind"] == "sqlite" and _is_locked(self.store["path"]):
             worker.continue_signal()
@@ -102,28 +102,29 @@ class Pair:
             worker.stop_signal()
 
     async def joined(self) -> None:
-        """Return once all of them are in the group."""
+        """Wait until all workers have joined the group."""
         await asyncio.gather(
             *(asyncio.to_thread(worker.wait_for_line, "assigned partitions") for worker in self.workers)
         )
 
     async def together(self) -> None:
-        """Return once all of them are in one group again.
+        """Wait until all workers are in the group again.
 
-        Whoever was put out of it fetches until it is told: it would reserve the next event and give it back unbegun.
+        An evicted worker fetches until it learns of its eviction: it would reserve the next event, and then release it
+        without a run.
         """
         async with asyncio.timeout(60):
             bootstrap = servers.kafka().bootstrap
-            while not await servers.is_settled(bootstrap, self.group, 2):  # noqa: ASYNC110  # the broker tells nobody
+            while not await servers.is_settled(bootstrap, self.group, 2):  # noqa: ASYNC110  # the broker sends no notification
                 await asyncio.sleep(0.1)
 
     async def give(self, *tasks: TaskGiven) -> None:
-        """Ask for `tasks`."""
+        """Publish `tasks`."""
         self.given.extend(task.work for task in tasks)
         await self.publisher.publish(*tasks)
 
     async def until(self, what: str, work: str, attempt: int) -> int:
-        """The process that wrote this line into the journal, once it is there."""
+        """Wait for this line in the journal, and return the process that wrote it."""
 
         def found() -> list[int]:
             return [
@@ -136,17 +137,17 @@ class Pair:
         return found()[0]
 
     def of_process(self, pid: int) -> tuple[ServiceProcess, ServiceProcess]:
-        """The worker of that process, and the other one."""
+        """Return the worker of that process, and the other one."""
         one, two = self.workers
         return (one, two) if one.pid == pid else (two, one)
 
     async def record(self, task: TaskGiven) -> object:
-        """What the store holds for `task`; two of them are equal if nothing was written between."""
+        """Return the stored record of `task`, in a form that is equal as long as nothing is written."""
         if self.store["kind"] != "redis":
             record = await self._read(task)
-            # Where its end is kept as a time to live, that passes.
+            # Some stores return only the remaining ttl, which decreases.
             return replace(record, expires_at=None)
-        # Byte for byte: read as a record, its end is a time to live, which passes.
+        # The raw value: the record would contain the remaining ttl, which decreases.
         async with redis_client(RedisStoreSettings(url=self.store["url"])) as client:
             dumped = await client.dump(self._key(task))
             assert dumped is not None
@@ -160,37 +161,37 @@ class Pair:
         return record
 
     async def records(self, keys: Sequence[str]) -> list[IdempotencyRecord]:
-        """What the store holds of `keys`."""
+        """Return the stored records of `keys`."""
         async with open_records({**self.store, "timeout_seconds": 30}, "idempotency") as store:
             return [record for record in await store.get(keys) if record is not None]
 
     def receipt(self, work: str, attempt: int) -> bytes:
-        """What the run of `attempt` has returned, as the store holds it."""
+        """Return the result of the run `attempt` in its stored form."""
         [end] = [
             line for line in self.effects.lines() if (line.what, line.work, line.attempt) == ("end", work, attempt)
         ]
         return json.dumps(self.effects.receipt(work, end)).encode()
 
     async def result(self, task: TaskGiven) -> tuple[str, int, bytes | None]:
-        """Status, attempt and result of the record of `task`."""
+        """Return status, attempt and result of the record of `task`."""
         record = await self._read(task)
         return record.status.value, record.attempt, record.result.body if record.result else None
 
     async def offset(self) -> int:
-        """How far the group has come."""
+        """Return the committed offset of the group."""
         known = await servers.committed(servers.kafka().bootstrap, self.group)
         return max([0, *known.values()])
 
     async def settled(self, at_least: int) -> None:
-        """Return once everything that was given is committed; it never falls below `at_least`."""
+        """Wait until all tasks are committed, and check that the offset never falls below `at_least`."""
         async with asyncio.timeout(60):
             while (offset := await self.offset()) < len(self.given):
-                _demand(offset >= at_least, f"the group went back from {at_least} to {offset}")
+                _require(offset >= at_least, f"the committed offset moved back from {at_least} to {offset}")
                 await asyncio.sleep(0.1)
-        _demand(offset == len(self.given), f"the group is at {offset} after {len(self.given)} messages")
+        _require(offset == len(self.given), f"the committed offset is {offset} after {len(self.given)} messages")
 
     def snapshot(self) -> str:
-        """What was done and said, for whoever looks for a mistake."""
+        """Return effects and logs, for error messages."""
         return f"{self.effects.lines()}\n" + "\n".join(worker.output[-3000:] for worker in self.workers)
 
 
@@ -198,11 +199,13 @@ class Pair:
 async def open_pair(
     kind: str = "redis", *, partitions: int = 1, lease: float | None = None, service: str = ""
 ) -> AsyncIterator[Pair]:
-    """Two workers that have joined a group of their own, with a store of `kind`; killed at the end.
+    """Start two workers in a new group with a store of `kind`, and kill them at the end.
 
     Args:
-        lease: Seconds; that of the campaign for stores of this kind if not given.
-        service: More lines of the service's settings.
+        kind: The kind of store.
+        partitions: Number of partitions.
+        lease: Lease in seconds; by default, that of the campaign for this kind of store.
+        service: Additional lines of the service's settings.
     """
     kafka = servers.kafka()
     prefix = f"z{uuid4().hex[:10]}."
@@ -233,30 +236,30 @@ async def open_pair(
 
 @dataclass(frozen=True)
 class Zombie:
-    """How one of them behaves."""
+    """A kind of zombie."""
 
     name: str
     stopped_at: str
-    """The line of the journal after which it is stopped."""
-    woken_at: str
-    """The line of the second run after which it goes on."""
+    """Line of the journal after which it is stopped."""
+    resumed_at: str
+    """Line of the second run after which it is resumed."""
     task: dict[str, Any]
-    says: str = "lost the reservation"
-    """What its log holds about the event once it is awake."""
+    log_message: str = "lost the reservation"
+    """Text that it logs about the event after it has resumed."""
     is_cancelled: bool = False
-    """Its handler stands before its effect, and never comes to it."""
+    """Whether its handler is cancelled before the effect."""
 
 
 KINDS: Final = (
-    # Its handler would go on for long: it is cancelled.
+    # Its long-running handler is cancelled.
     Zombie("cancelled", "begin", "end", {"before": ENDLESS}, is_cancelled=True),
-    # As it wakes, the second run goes on.
+    # It resumes during the second run.
     Zombie("during the second run", "begin", "applied", {"before": ENDLESS, "rerun_after": 2.0}, is_cancelled=True),
-    # It wakes inside its handler, which fails at once.
+    # It resumes inside its handler, which fails immediately.
     Zombie("fails", "applied", "end", {"blocks_after": 0.3, "fails": True}, "failed at attempt 1"),
-    # It wakes inside its handler, which ends at once.
+    # It resumes inside its handler, which returns immediately.
     Zombie("completes late", "applied", "end", {"blocks_after": 0.3}),
-    # The same, while the second run goes on: a store that believed it would settle what another one holds.
+    # It completes during the second run: a store without token checks would complete the other worker's reservation.
     Zombie("completes meanwhile", "applied", "applied", {"blocks_after": 0.3, "rerun_after": 2.0}),
     Zombie(
         "fails meanwhile",
@@ -265,59 +268,61 @@ KINDS: Final = (
         {"blocks_after": 0.3, "fails": True, "rerun_after": 2.0},
         "failed at attempt 1",
     ),
-    # It wakes just before its effect: the sink refuses its fence.
+    # It resumes just before its effect: the sink rejects its fence.
     Zombie("acts late", "begin", "end", {"blocks": 0.3}),
 )
 
 
-async def wake_a_zombie(pair: Pair, number: int) -> None:
-    """One stall beyond lease and session.
+async def run_zombie(pair: Pair, number: int) -> None:
+    """Stall a worker beyond lease and session, and check that its late writes are rejected.
 
     Raises:
-        ViolationError: What the zombie did counted.
+        ViolationError: A write of the zombie was accepted.
     """
     zombie = KINDS[number % len(KINDS)]
     task = TaskGiven(work=f"{number}", **zombie.task)
-    # Asked before: a handler that holds the loop would hold up the answer.
+    # Read before the task is given: a handler that blocks the loop would delay the response.
     lost_before = {worker.pid: await asyncio.to_thread(_leases_lost, worker) for worker in pair.workers}
     await pair.together()
     await pair.give(task)
     holder, other = pair.of_process(await pair.until(zombie.stopped_at, task.work, 1))
     await pair.stop(holder)
     try:
-        await pair.until(zombie.woken_at, task.work, 2)
-        if zombie.woken_at == "end":
+        await pair.until(zombie.resumed_at, task.work, 2)
+        if zombie.resumed_at == "end":
             await pair.settled(0)
         before, offset = await pair.record(task), await pair.offset()
     finally:
         holder.continue_signal()
-    await asyncio.to_thread(_wait_for_its_end, holder, task, zombie.says)
+    await asyncio.to_thread(_wait_for_log, holder, task, zombie.log_message)
     await pair.until("end", task.work, 2)
     await pair.settled(offset)
-    if zombie.woken_at == "end":
-        _demand(await pair.record(task) == before, "the record changed after the zombie woke")
-    _demand(
+    if zombie.resumed_at == "end":
+        _require(await pair.record(task) == before, "the record changed after the zombie resumed")
+    _require(
         await pair.result(task) == ("completed", 2, pair.receipt(task.work, 2)),
-        f"the record says {await pair.result(task)}",
+        f"the record contains {await pair.result(task)}",
     )
     ends = [line.pid for line in pair.effects.lines() if (line.what, line.work) == ("end", task.work)]
-    _demand(other.pid in ends, f"the second run is not the other worker's: {ends}")
-    _demand(pair.effects.in_sink()[task.work] == 1, "the fenced sink does not hold it once")
-    _demand(await asyncio.to_thread(_leases_lost, holder) > lost_before[holder.pid], "the zombie counts no lost lease")
+    _require(other.pid in ends, f"the second run did not happen in the other worker: {ends}")
+    _require(pair.effects.in_sink()[task.work] == 1, "the effect is not in the fenced sink exactly once")
+    _require(
+        await asyncio.to_thread(_leases_lost, holder) > lost_before[holder.pid], "the zombie counted no lost lease"
+    )
     if zombie.is_cancelled:
         first = [(line.what, line.pid) for line in pair.effects.lines() if (line.work, line.attempt) == (task.work, 1)]
-        _demand(first == [("begin", holder.pid), ("cancelled", holder.pid)], f"the zombie's run was {first}")
+        _require(first == [("begin", holder.pid), ("cancelled", holder.pid)], f"the zombie's run was {first}")
 
 
-def _wait_for_its_end(holder: ServiceProcess, task: TaskGiven, says: str) -> None:
+def _wait_for_log(holder: ServiceProcess, task: TaskGiven, message: str) -> None:
     give_up_at = time.monotonic() + 30
-    while not any(says in line and task.event_id in line for line in holder.output.splitlines()):
-        _demand(time.monotonic() < give_up_at, f"the zombie does not say {says!r} of {task.event_id}")
+    while not any(message in line and task.event_id in line for line in holder.output.splitlines()):
+        _require(time.monotonic() < give_up_at, f"the zombie does not log {message!r} for {task.event_id}")
         time.sleep(0.02)
 
 
 def _leases_lost(worker: ServiceProcess) -> float:
-    """As the worker counts them for Prometheus."""
+    """Return the number of lost leases from the worker's metrics."""
     found = re.search(r"http://[\d.]+:\d+", worker.wait_for_line("metrics and health on"))
     assert found is not None
     with urlopen(f"{found[0]}/metrics", timeout=20) as page:
@@ -334,35 +339,34 @@ def _is_locked(path: str) -> bool:
         return False
 
 
-def _demand(fact: bool, otherwise: str) -> None:
-    if not fact:
-        raise ViolationError(otherwise)
+def _require(condition: bool, violation: str) -> None:
+    if not condition:
+        raise ViolationError(violation)
 
 
-async def _one_after_the_other(numbers: Iterable[int], store: str) -> Figures:
+async def _run_sequentially(numbers: Iterable[int], store: str) -> Figures:
     figures = Figures()
     async with open_pair(store) as pair:
         for number in numbers:
             try:
-                await wake_a_zombie(pair, number)
+                await run_zombie(pair, number)
                 figures.update(zombies=1, takeovers=1)
             except AssertionError as error:
                 kind = KINDS[number % len(KINDS)].name
                 raise ViolationError(f"zombie {number} ({kind}): {error}\n{pair.snapshot()}") from error
         figures.update(pair.effects.judge(pair.given))
         figures.update(pair.effects.judge_records(await pair.records(pair.effects.keys())))
-        _demand(figures["completed"] == len(pair.given), f"completed only {figures['completed']} of {len(pair.given)}")
+        _require(figures["completed"] == len(pair.given), f"completed only {figures['completed']} of {len(pair.given)}")
         figures.update({"refused_by_sink": pair.effects.refused(), f"zombies:{store}": figures["zombies"]})
     return figures
 
 
-async def _side_by_side(first: int, count: int, kinds: Sequence[str]) -> Figures:
+async def _run_pairs(first: int, count: int, kinds: Sequence[str]) -> Figures:
     pairs = -(-PAIRS // len(kinds)) * len(kinds)
     shares = [range(first + start, first + count, pairs) for start in range(min(pairs, count))]
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(_one_after_the_other(share, kinds[place % len(kinds)]))
-            for place, share in enumerate(shares)
+            group.create_task(_run_sequentially(share, kinds[index % len(kinds)])) for index, share in enumerate(shares)
         ]
     total = Figures()
     for task in tasks:
@@ -371,9 +375,9 @@ async def _side_by_side(first: int, count: int, kinds: Sequence[str]) -> Figures
 
 
 def run(first: int, count: int, kinds: Sequence[str] = ("redis",)) -> Figures:
-    """The zombies numbered `first` to `first + count - 1`, with stores of `kinds` in turn."""
+    """Run the zombies numbered `first` to `first + count - 1`, alternating between stores of `kinds`."""
     try:
-        return asyncio.run(_side_by_side(first, count, kinds))
+        return asyncio.run(_run_pairs(first, count, kinds))
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
 
@@ -381,7 +385,7 @@ def run(first: int, count: int, kinds: Sequence[str] = ("redis",)) -> Figures:
 CAMPAIGN: Final = Campaign(
     name="zombies",
     counts="zombies",
-    says="a worker is stopped (SIGSTOP) beyond its lease and its session, another one finishes, then it goes on",
+    says="a worker is stopped (SIGSTOP) for longer than its lease and session, another one finishes, then it resumes",
     scenarios=(33, 35, 36, 38),
     in_test=7,
     target=200,

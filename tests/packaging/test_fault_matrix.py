@@ -29,8 +29,8 @@ def test_places_that_are_not_recorded_are_shown() -> None:
     outcomes = {"a.py::test_b": {"passed": 2, "skipped": 1}, "a.py::test_bc": {"failed": 1}}
 
     assert cases(["a.py::test_b"], outcomes) == "2 passed, 1 skipped"
-    assert cases(["a.py::test_b", "c.py"], outcomes) == "2 passed, 1 skipped, 1 of 2 places not recorded"
-    assert cases(["c.py"], outcomes) == "1 of 1 places not recorded"
+    assert cases(["a.py::test_b", "c.py"], outcomes) == "2 passed, 1 skipped, 1 of 2 tests not recorded"
+    assert cases(["c.py"], outcomes) == "1 of 1 tests not recorded"
     assert cases([], outcomes) == "-"
 
 
@@ -160,7 +160,7 @@ def test_a_broken_promise_is_kept_and_ends_the_campaign(bench: Bench, capsys: py
     assert command.main(["kills"]) == 1
     assert bench.record.violations == ["batch from 0: number 0 lost one"]
     assert bench.record.figures == {}
-    assert "the batch again: python -m tests.campaigns kills --only 0:5" in capsys.readouterr().err
+    assert "to repeat the batch: python -m tests.campaigns kills --only 0:5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -209,4 +209,4 @@ def test_no_test_has_a_failure_on_record() -> None:
 
 def test_a_campaign_that_is_not_there_is_refused_by_name(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["kill"]) == 2
-    assert "no such campaign: kill; there are kills" in capsys.readouterr().err
+    assert "unknown campaign: kill; choose from kills" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""Redis restarted, emptied, stalled and failed over under load, as often as wanted."""
+"""Campaign with restarts, stalls, data loss and failovers of Redis under load."""

@@ -1,7 +1,7 @@
-"""Two workers, each event delivered to both, and a Redis that fails under them.
+"""Two workers that both get each event, and a Redis that fails.
 
-A run is one fault.  Its number chooses which, and seeds when it comes and how long it lasts.  The brokers are
-in memory (see `tests.support.redis_shop`); the Redis servers, Sentinels, stores and workers are real.
+A run has one fault; its number selects the fault, and seeds its time and duration.  The brokers are in memory (see
+`tests.support.redis_shop`); the Redis servers, Sentinels, stores and workers are real.
 """
 
 from __future__ import annotations
@@ -39,64 +39,64 @@ from tests.support.workers import OrderPlaced, orders
 
 EVENTS: Final = 120
 LEASE: Final = 20.0
-"""Seconds: longer than any fault here, so that a takeover would be a mistake."""
+"""Seconds; longer than any fault here, so that a takeover would be a bug."""
 TIMEOUT: Final = 0.5
 
 
 @dataclass
 class Servers:
-    """Started when the first run needs them."""
+    """Servers that are started on first use."""
 
     stack: ExitStack = field(default_factory=ExitStack)
-    single: RedisServer | None = None
-    group: RedisGroup | None = None
-    six: RedisCluster | None = None
+    _single: RedisServer | None = None
+    _group: RedisGroup | None = None
+    _cluster: RedisCluster | None = None
 
-    def one(self) -> RedisServer:
-        if self.single is None:
-            self.single = self.stack.enter_context(RedisServer(config=DURABLE))
-        return self.single
+    def single(self) -> RedisServer:
+        if self._single is None:
+            self._single = self.stack.enter_context(RedisServer(config=DURABLE))
+        return self._single
 
-    def several(self) -> RedisGroup:
-        if self.group is None:
-            self.group = self.stack.enter_context(RedisGroup())
-        return self.group
+    def group(self) -> RedisGroup:
+        if self._group is None:
+            self._group = self.stack.enter_context(RedisGroup())
+        return self._group
 
     def cluster(self) -> RedisCluster:
-        if self.six is None:
-            self.six = self.stack.enter_context(RedisCluster())
-        return self.six
+        if self._cluster is None:
+            self._cluster = self.stack.enter_context(RedisCluster())
+        return self._cluster
 
 
 # Faults: each returns once the store works again.
 
 
-async def killed(servers: Servers, chance: random.Random) -> None:
-    server = servers.one()
+async def killed(servers: Servers, rng: random.Random) -> None:
+    server = servers.single()
     server.kill()
-    await asyncio.sleep(chance.uniform(0, 1.5))
+    await asyncio.sleep(rng.uniform(0, 1.5))
     await asyncio.to_thread(server.start)
 
 
-async def emptied(servers: Servers, chance: random.Random) -> None:
-    await asyncio.to_thread(servers.one().restart_empty)
+async def emptied(servers: Servers, rng: random.Random) -> None:
+    await asyncio.to_thread(servers.single().restart_empty)
 
 
-async def stalled(servers: Servers, chance: random.Random) -> None:
-    server = servers.one()
+async def stalled(servers: Servers, rng: random.Random) -> None:
+    server = servers.single()
     server.pause()
     try:
-        await asyncio.sleep(chance.uniform(0.2, 2.5))
+        await asyncio.sleep(rng.uniform(0.2, 2.5))
     finally:
         server.resume()
 
 
-async def primary_killed(servers: Servers, chance: random.Random) -> None:
-    await asyncio.to_thread(_fail_over, servers.several(), RedisServer.kill)
+async def primary_killed(servers: Servers, rng: random.Random) -> None:
+    await asyncio.to_thread(_fail_over, servers.group(), RedisServer.kill)
 
 
-async def primary_cut_off(servers: Servers, chance: random.Random) -> None:
-    await asyncio.to_thread(_fail_over, servers.several(), RedisServer.pause)
+async def primary_cut_off(servers: Servers, rng: random.Random) -> None:
+    await asyncio.to_thread(_fail_over, servers.group(), RedisServer.pause)
 
 
 def _fail_over(group: RedisGroup, lose: Callable[[RedisServer], None]) -> None:
@@ -106,23 +106,23 @@ def _fail_over(group: RedisGroup, lose: Callable[[RedisServer], None]) -> None:
     group.rejoin(old)
 
 
-async def slots_moved(servers: Servers, chance: random.Random) -> None:
+async def slots_moved(servers: Servers, rng: random.Random) -> None:
     cluster = servers.cluster()
-    target = chance.choice(cluster.primaries())
-    theirs = sorted(set(BUCKET_SLOTS) - cluster.slots_of(target))
-    await asyncio.to_thread(cluster.move_slots, chance.sample(theirs, min(20, len(theirs))), target)
+    target = rng.choice(cluster.primaries())
+    slots = sorted(set(BUCKET_SLOTS) - cluster.slots_of(target))
+    await asyncio.to_thread(cluster.move_slots, rng.sample(slots, min(20, len(slots))), target)
 
 
-async def cluster_primary_killed(servers: Servers, chance: random.Random) -> None:
-    await asyncio.to_thread(_fail_over_in, servers.cluster(), chance, RedisServer.kill)
+async def cluster_primary_killed(servers: Servers, rng: random.Random) -> None:
+    await asyncio.to_thread(_fail_over_in, servers.cluster(), rng, RedisServer.kill)
 
 
-async def cluster_primary_cut_off(servers: Servers, chance: random.Random) -> None:
-    await asyncio.to_thread(_fail_over_in, servers.cluster(), chance, RedisServer.pause)
+async def cluster_primary_cut_off(servers: Servers, rng: random.Random) -> None:
+    await asyncio.to_thread(_fail_over_in, servers.cluster(), rng, RedisServer.pause)
 
 
-def _fail_over_in(cluster: RedisCluster, chance: random.Random, lose: Callable[[RedisServer], None]) -> None:
-    slot = chance.choice(BUCKET_SLOTS)
+def _fail_over_in(cluster: RedisCluster, rng: random.Random, lose: Callable[[RedisServer], None]) -> None:
+    slot = rng.choice(BUCKET_SLOTS)
     old = cluster.owner(slot)
     lose(old)
     cluster.await_owner(slot, other_than=old)
@@ -140,22 +140,22 @@ FAULTS: Final[tuple[Fault, ...]] = (
     cluster_primary_killed,
     cluster_primary_cut_off,
 )
-"""By number, one after the other."""
-SAID: Final[dict[Fault, Signal]] = {
+"""Faults in the order in which run numbers select them."""
+EXPECTED_SIGNALS: Final[dict[Fault, Signal]] = {
     emptied: Signal.STORE_DATA_LOST,
     primary_killed: Signal.STORE_FAILOVER,
     primary_cut_off: Signal.STORE_FAILOVER,
     cluster_primary_killed: Signal.STORE_FAILOVER,
     cluster_primary_cut_off: Signal.STORE_FAILOVER,
 }
-"""What a worker counts of those that can lose records."""
+"""Signals that a worker must count for faults that can lose records."""
 FAILING_OVER: Final[frozenset[Fault]] = frozenset({primary_killed, primary_cut_off})
-"""By Sentinels."""
+"""Failovers by Sentinel."""
 IN_CLUSTER: Final[frozenset[Fault]] = frozenset({slots_moved, cluster_primary_killed, cluster_primary_cut_off})
 
 
 def run(first: int, count: int) -> Figures:
-    """The runs numbered `first` to `first + count - 1`."""
+    """Perform the runs numbered `first` to `first + count - 1`."""
     logging.getLogger("integr8s_idem").addHandler(logging.NullHandler())
     figures = Figures()
     servers = Servers()
@@ -173,12 +173,12 @@ def _fault(number: int) -> Fault:
 
 
 async def _run(number: int, servers: Servers) -> Figures:
-    fault, chance = _fault(number), random.Random(number)
+    fault, rng = _fault(number), random.Random(number)
     with tempfile.TemporaryDirectory(prefix="idem-effects-") as folder:
-        async with _two_workers(servers, fault, Effects(Path(folder)), chance) as shops:
+        async with _two_workers(servers, fault, Effects(Path(folder)), rng) as shops:
             load = asyncio.create_task(_publish(shops, number))
-            await asyncio.sleep(chance.uniform(0.05, 0.8))
-            await fault(servers, chance)
+            await asyncio.sleep(rng.uniform(0.05, 0.8))
+            await fault(servers, rng)
             await load
             for shop in shops:
                 await shop.settled()
@@ -187,17 +187,17 @@ async def _run(number: int, servers: Servers) -> Figures:
 
 @asynccontextmanager
 async def _two_workers(
-    servers: Servers, fault: Fault, effects: Effects, chance: random.Random
+    servers: Servers, fault: Fault, effects: Effects, rng: random.Random
 ) -> AsyncIterator[list[RedisShop]]:
     async def behave(event: OrderPlaced, attempt: Attempt) -> None:
-        await asyncio.sleep(chance.uniform(0.001, 0.08))
+        await asyncio.sleep(rng.uniform(0.001, 0.08))
 
     async with AsyncExitStack() as stack:
         shops = []
         for _ in range(2):
             store = await _store(servers, fault, stack)
             shops.append(await stack.enter_async_context(open_redis_shop(effects, store, lease=LEASE, behave=behave)))
-        # Who has not seen the store before the fault cannot know afterwards that it is another one.
+        # A worker can detect another store only if it has seen the store before the fault.
         await eventually(lambda: all(shop.state == "running" for shop in shops))
         yield shops
 
@@ -209,15 +209,15 @@ async def _store(servers: Servers, fault: Fault, stack: AsyncExitStack) -> Idemp
         stack.push_async_callback(cluster.aclose)
         return RedisClusterIdempotencyRepository(cluster, timeout=timeout)
     if fault in FAILING_OVER:
-        client = (await asyncio.to_thread(servers.several)).client()
+        client = (await asyncio.to_thread(servers.group)).client()
     else:
-        client = make_client((await asyncio.to_thread(servers.one)).address, TIMEOUT)
+        client = make_client((await asyncio.to_thread(servers.single)).address, TIMEOUT)
     stack.push_async_callback(client.aclose)
     return RedisIdempotencyRepository(client, timeout=timeout)
 
 
 async def _publish(shops: list[RedisShop], number: int) -> None:
-    """A steady stream, each order to both workers, to the second a little later."""
+    """Publish a steady stream of orders to both workers, with a delay for the second one."""
     stream = [order.model_copy(update={"order_id": f"{number}-{order.order_id}"}) for order in orders(EVENTS)]
     late: list[OrderPlaced] = []
     for order in stream:
@@ -230,19 +230,19 @@ async def _publish(shops: list[RedisShop], number: int) -> None:
 
 
 async def _judge(shops: list[RedisShop], fault: Fault) -> Figures:
-    """Repeats are allowed where records can be lost, which both workers must have counted."""
-    if fault in SAID:
-        await eventually(lambda: all(shop.observer.counts[SAID[fault]] for shop in shops))
-    asked_for = {event.order_id for event in shops[0].published}
-    figures = shops[0].effects.judge(asked_for, records_lost=fault in SAID)
+    """Check the results; repeats are allowed only if records can be lost, which both workers must have counted."""
+    if fault in EXPECTED_SIGNALS:
+        await eventually(lambda: all(shop.observer.counts[EXPECTED_SIGNALS[fault]] for shop in shops))
+    requested = {event.order_id for event in shops[0].published}
+    figures = shops[0].effects.judge(requested, records_lost=fault in EXPECTED_SIGNALS)
     counts = shops[0].observer.counts + shops[1].observer.counts
     if counts[Signal.TAKEOVER] or any(shop.broker.values(DEAD) or shop.tally.retries for shop in shops):
         raise ViolationError(f"an outage cost attempts: {[shop.snapshot() for shop in shops]}")
-    if figures["repeats"] and fault not in SAID:
-        raise ViolationError(f"repeats though no record was lost: {figures}")
+    if figures["repeats"] and fault not in EXPECTED_SIGNALS:
+        raise ViolationError(f"repeats although no record was lost: {figures}")
     figures.update(
         restarts=1,
-        failovers=int(SAID.get(fault) is Signal.STORE_FAILOVER),
+        failovers=int(EXPECTED_SIGNALS.get(fault) is Signal.STORE_FAILOVER),
         vanished=counts[Signal.RECORD_VANISHED],
         data_losses=counts[Signal.STORE_DATA_LOST],
     )
@@ -252,8 +252,8 @@ async def _judge(shops: list[RedisShop], fault: Fault) -> Figures:
 CAMPAIGN: Final = Campaign(
     name="redis-faults",
     counts="restarts",
-    says="Redis killed and restarted, restarted empty, stalled, or failed over by Sentinel; a cluster "
-    "resharded or failed over; under two workers of one process on a broker in memory",
+    says="Redis is killed and restarted, restarted empty, stalled, or failed over by Sentinel, or a cluster is "
+    "resharded or failed over, under two workers in one process on a broker in memory",
     scenarios=(41, 44, 46),
     in_test=3,
     target=100,

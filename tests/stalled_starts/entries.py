@@ -1,7 +1,7 @@
-"""The ways into the guard, each as a function that does every work of a bench and returns when all are done.
+"""The entry points of the library, each as a function that does all works of a bench.
 
-Handlers block the thread that calls them.  Brokers are in memory, one in each process: that a store is shared is what
-makes the processes compete.
+Handlers block the thread that calls them.  Each process has its own broker in memory; the processes compete through
+their shared store.
 """
 
 from __future__ import annotations
@@ -66,27 +66,27 @@ from tests.support.homes import CONNECTIONS
 logger = logging.getLogger(__name__)
 
 PAUSE: Final = 0.02
-"""Seconds before a caller tries again."""
+"""Seconds before a caller retries."""
 
 LOOPS: Final = 8
-"""Most loops of one process over a broker."""
+"""Maximum number of consumer loops per process."""
 
 SLOWEST_DEPENDENCY: Final = 0.05
 """Seconds."""
 
 OK: Final = 200
-AGAIN: Final = (409, 503)
-"""Statuses after which a client tries again."""
+RETRIABLE: Final = (409, 503)
+"""Statuses after which a client retries."""
 
 GIVEN_AT: Final = datetime(2026, 1, 1, tzinfo=UTC)
-"""When all works were asked for: processes must give equal events."""
+"""Timestamp of all events, which must be equal in all processes."""
 
 BATCH: Final = 8
-"""Most events of a batch handler's call."""
+"""Maximum number of events in a call of a batch handler."""
 
 
 class Bench(ABC):
-    """What a process of a trial is given, and how its handlers do their work."""
+    """The order and manager of a process, and the behavior of its handlers."""
 
     def __init__(self, order: StallOrder, manager: IdempotencyManager) -> None:
         self.order = order
@@ -94,23 +94,23 @@ class Bench(ABC):
 
     @abstractmethod
     def handle(self, work: str, key: str, attempt: int, fence: int) -> str:
-        """Do a work, in the thread that calls; returns its result."""
+        """Do a work in the calling thread, and return its result."""
 
     @abstractmethod
     def handle_together(self, attempts: Mapping[str, Attempt]) -> list[str]:
-        """As `handle`, for the works of one batch with their attempts."""
+        """Do the works of one batch, given with their attempts."""
 
     @abstractmethod
     def ready(self) -> None:
-        """Note that everything is set up."""
+        """Note that the process is ready."""
 
     def handle_here(self, work: str) -> str:
-        """As `handle`, for the run that the calling code is part of."""
+        """Do a work with the attempt of the current run."""
         attempt = self.manager.attempt()
         return self.handle(work, attempt.key, attempt.number, attempt.fence)
 
     async def do_all(self, do: Callable[[str], Awaitable[object]]) -> None:
-        """Do every work by a call that returns its value or raises, several at a time."""
+        """Call `do` with every work, several at a time, until each succeeds."""
         waiting = iter(self.order.names)
 
         async def take_turns() -> None:
@@ -128,7 +128,7 @@ async def _until_done(do: Callable[[], Awaitable[object]]) -> None:
         try:
             await do()
         except (LeaseLostError, InProgressError, IdempotencyConflictError, StoreError) as error:
-            logger.info("tried again: %s", error)
+            logger.info("retrying after: %s", error)
             await asyncio.sleep(PAUSE)
         else:
             return
@@ -171,7 +171,7 @@ async def run_decorated_plain(bench: Bench) -> None:
 
 
 async def _take_loop(manager: IdempotencyManager) -> None:
-    """Let a manager work in this event loop, also for the threads that ask it."""
+    """Bind the manager to this event loop before it is called from threads."""
 
     async def nothing() -> None:
         return None
@@ -203,16 +203,16 @@ async def run_batch_verbs(bench: Bench) -> None:
         try:
             done = await _done_of(bench, asked)
         except StoreError as error:
-            logger.info("tried again: %s", error)
+            logger.info("retrying after: %s", error)
             done = set()
-        # What another worker holds comes last.
+        # Try the works of other workers last.
         left = left[len(asked) :] + [work for work in asked if work not in done]
         if not done:
             await asyncio.sleep(PAUSE)
 
 
 async def _done_of(bench: Bench, asked: Sequence[str]) -> set[str]:
-    """Do as many works as are free, and return those that are done, by whatever process."""
+    """Do the available works, and return all that are done by any process."""
     verdicts = await bench.manager.acquire_batch(asked)
     done = {work for work, verdict in verdicts.items() if isinstance(verdict, Completed)}
     return done | await _do_batch(bench, {work: v for work, v in verdicts.items() if isinstance(v, Reserved)})
@@ -220,12 +220,12 @@ async def _done_of(bench: Bench, asked: Sequence[str]) -> set[str]:
 
 async def _do_batch(bench: Bench, reserved: Mapping[str, Reserved]) -> set[str]:
     results: dict[Reserved, str] = {}
-    for work, mine in reserved.items():
-        if not hasattr(bench.manager, "may_start") or await bench.manager.may_start(mine):
-            results[mine] = bench.handle(work, mine.key, mine.attempt, mine.fence)
+    for work, reservation in reserved.items():
+        if not hasattr(bench.manager, "may_start") or await bench.manager.may_start(reservation):
+            results[reservation] = bench.handle(work, reservation.key, reservation.attempt, reservation.fence)
     kept = await bench.manager.confirm_batch(results)
-    keys = {mine.key: work for work, mine in reserved.items()}
-    return {keys[mine.key] for mine, is_kept in zip(results, kept, strict=True) if is_kept}
+    keys = {reservation.key: work for work, reservation in reserved.items()}
+    return {keys[reservation.key] for reservation, is_kept in zip(results, kept, strict=True) if is_kept}
 
 
 # The worker's pipeline.
@@ -237,7 +237,7 @@ class WorkGiven(BaseEvent):
 
 
 async def _run_worker(bench: Bench, dispatcher: EventDispatcher, broker: FakeBroker) -> None:
-    # Every process must make the same keys: an event is known by its id.
+    # All processes must derive the same keys, so the event ids must be equal.
     for work in bench.order.names:
         broker.publish(WorkGiven(event_id=f"event-{work}", work=work, aggregate_id=work, timestamp=GIVEN_AT))
     worker = ServiceWorker(
@@ -330,21 +330,21 @@ async def run_transactional(bench: Bench) -> None:
     engine = sql_engine(store.engine.url, pool_size=CONNECTIONS, lock_timeout_seconds=LOCK_TIMEOUT)
 
     async def session() -> AsyncIterator[AsyncSession]:
-        async with AsyncSession(engine) as opened:
-            error = yield opened
+        async with AsyncSession(engine) as session:
+            error = yield session
             if error is None:
-                await opened.commit()
+                await session.commit()
 
     provider = Provider(scope=Scope.REQUEST)
     provider.provide(session)
-    given = IdempotentDispatcherProvider(router, transaction=AsyncSession)
-    async with _container(bench, given, provider) as (dispatcher, broker):
+    dispatching = IdempotentDispatcherProvider(router, transaction=AsyncSession)
+    async with _container(bench, dispatching, provider) as (dispatcher, broker):
         await _run_worker(bench, dispatcher, broker)
     await engine.dispose()
 
 
 class SlowDependency:
-    """What a handler waits for before it is called."""
+    """A dependency that takes a while to create."""
 
 
 async def _slow_dependency() -> SlowDependency:
@@ -357,16 +357,16 @@ async def _container(
     bench: Bench, dispatching: IdempotentDispatcherProvider, provider: Provider
 ) -> AsyncIterator[tuple[EventDispatcher, FakeBroker]]:
     broker = FakeBroker()
-    given = Provider(scope=Scope.APP)
-    given.provide(lambda: bench.manager, provides=IdempotencyManager, override=True)
-    given.provide(lambda: FakePublisher(broker), provides=EventPublisher)
+    overrides = Provider(scope=Scope.APP)
+    overrides.provide(lambda: bench.manager, provides=IdempotencyManager, override=True)
+    overrides.provide(lambda: FakePublisher(broker), provides=EventPublisher)
     container = make_async_container(
         TelemetryProvider(),
         EventContextProvider(),
         IdempotencyProvider(),
         dispatching,
         provider,
-        given,
+        overrides,
         context={Settings: Settings(services={SERVICE: ServiceSettings()}), ServiceName: ServiceName(SERVICE)},
         validation_settings=STRICT_VALIDATION,
     )
@@ -393,14 +393,14 @@ async def run_http(bench: Bench) -> None:
                 response = await client.post("/work", content=work, headers={"Idempotency-Key": f'"{work}"'})
                 if response.status_code == OK:
                     return
-                assert response.status_code in AGAIN, response.text
+                assert response.status_code in RETRIABLE, response.text
                 await asyncio.sleep(PAUSE)
 
         await bench.do_all(do)
 
 
 async def run_faststream(bench: Bench) -> None:
-    """A subscriber of FastStream."""
+    """A FastStream subscriber."""
 
     async def handle(body: str) -> str:
         return bench.handle_here(body)
@@ -409,7 +409,7 @@ async def run_faststream(bench: Bench) -> None:
 
         async def do(work: str) -> None:
             while not _is_acknowledged(messages.get(work)):
-                # In a task of its own, as a consumer's.
+                # A separate task, like the one of a consumer.
                 await asyncio.create_task(broker.publish(work, "works"))
 
         await bench.do_all(do)
@@ -420,7 +420,7 @@ def _is_acknowledged(message: StreamMessage[Any] | None) -> bool:
 
 
 async def run_faststream_batch(bench: Bench) -> None:
-    """A subscriber of FastStream that takes batches."""
+    """A FastStream subscriber that takes batches."""
     runs = bench.manager.executor.runs
 
     async def handle(bodies: list[str]) -> None:
@@ -429,7 +429,7 @@ async def run_faststream_batch(bench: Bench) -> None:
 
     async with _subscribed(bench, handle, batch=True) as (broker, messages):
         bench.ready()
-        # One batch after the other and in one order, as a partition has them.
+        # One batch after the other, in a fixed order, as from a partition.
         names = sorted(bench.order.names)
         for first in range(0, len(names), BATCH):
             works = names[first : first + BATCH]
@@ -441,7 +441,7 @@ async def run_faststream_batch(bench: Bench) -> None:
 async def _subscribed(
     bench: Bench, handle: Callable[..., Any], *, batch: bool = False
 ) -> AsyncIterator[tuple[KafkaBroker, dict[str, StreamMessage[Any]]]]:
-    """A broker whose one subscriber is guarded, and the last message of each work."""
+    """Open a broker with one guarded subscriber, and return it with the last message of each work."""
     messages: dict[str, StreamMessage[Any]] = {}
 
     class Watch(BaseMiddleware[Any, Any]):
@@ -454,18 +454,18 @@ async def _subscribed(
         return str(record.value, "utf-8")
 
     guard = IdempotencyMiddleware(bench.manager, key=key)
-    # The first stands outermost.
+    # The first middleware is the outermost.
     broker = KafkaBroker(middlewares=[Watch, guard])
     broker.subscriber("works", group_id=SERVICE, ack_policy=AckPolicy.NACK_ON_ERROR, batch=batch)(handle)
     async with TestKafkaBroker(broker):
         yield broker, messages
 
 
-# Loops of the user's own.
+# Consumer loops of applications.
 
 
 class MemoryConsumer:
-    """What a loop of aiokafka takes for its consumer."""
+    """An aiokafka consumer in memory."""
 
     def __init__(self, works: Sequence[str], number: int) -> None:
         self.committed = 0
@@ -512,7 +512,7 @@ class MemoryConsumer:
 
 
 async def run_aiokafka(bench: Bench) -> None:
-    """Loops of aiokafka, several in one event loop."""
+    """Several aiokafka loops in one event loop."""
     names, loops = bench.order.names, min(bench.order.concurrency, LOOPS)
 
     async def consume(number: int) -> None:
@@ -539,10 +539,10 @@ async def run_aiokafka(bench: Bench) -> None:
 
 
 class MemoryMessage:
-    """What a loop of confluent-kafka takes for a message."""
+    """A confluent-kafka message in memory."""
 
     def __init__(self, work: str, number: int, offset: int) -> None:
-        self._told: dict[str, Any] = {
+        self._values: dict[str, Any] = {
             "topic": "works",
             "partition": number,
             "offset": offset,
@@ -552,11 +552,11 @@ class MemoryMessage:
         }
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
-        return lambda: self._told[name]
+        return lambda: self._values[name]
 
 
 class ConfluentMemoryConsumer:
-    """What a loop of confluent-kafka takes for its consumer."""
+    """A confluent-kafka consumer in memory."""
 
     def __init__(self, works: Sequence[str], number: int) -> None:
         self._at = confluent_kafka.TopicPartition("works", number)
@@ -573,8 +573,8 @@ class ConfluentMemoryConsumer:
     def resume(self, partitions: Sequence[Any]) -> None:
         self._is_paused = False
 
-    def seek(self, place: Any) -> None:
-        self._position = place.offset
+    def seek(self, partition: Any) -> None:
+        self._position = partition.offset
 
     def commit(self, *, offsets: Sequence[Any], asynchronous: bool) -> None:
         pass
@@ -588,7 +588,7 @@ class ConfluentMemoryConsumer:
 
 
 async def run_confluent(bench: Bench) -> None:
-    """Loops of confluent-kafka, each in a thread."""
+    """confluent-kafka loops, each in its own thread."""
     names, loops = bench.order.names, min(bench.order.concurrency, LOOPS)
     await _take_loop(bench.manager)
 

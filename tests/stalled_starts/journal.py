@@ -1,6 +1,6 @@
-"""What the workers of one trial did: a file of whole lines, which outlives its writers.
+"""The journal of a trial's workers: a file of whole lines that outlives its writers.
 
-Every time in it is read from CLOCK_BOOTTIME, so lines of different processes can be compared.
+All times are read from CLOCK_BOOTTIME, so that lines of different processes can be compared.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any
 
 
 def boot_time() -> float:
-    """Return the seconds since the machine was started, suspends included."""
+    """Return the seconds since the machine was booted, including time in suspend."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One look at a lease before a start."""
+    """A check of a lease before a start."""
 
     at: float
     lease_end: float
     is_late: bool
-    """What the check answered."""
+    """The result of the check."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One call of a handler."""
+    """A call of a handler."""
 
     work: str
     key: str
-    """The full key: that of the record."""
+    """The full key of the record."""
     attempt: int
     fence: int
     pid: int
@@ -46,38 +46,38 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A completion that the store has accepted."""
+    """A completion that the store accepted."""
 
     key: str
     fence: int
 
 
 class Journal:
-    """The file of one trial."""
+    """The journal file of a trial."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "journal"
 
     def note_ready(self) -> None:
-        """This process is about to consume."""
+        """Note that this process is ready to consume."""
         self._note("ready", os.getpid())
 
     def note_start(self, work: str, key: str, attempt: int, fence: int, check: Check | None) -> None:
-        """A handler has been called."""
+        """Note that a handler is called."""
         now = boot_time()
-        told = None if check is None else [check.at, check.lease_end, check.is_late]
-        self._note("start", work, key, attempt, fence, os.getpid(), now, told)
+        fields = None if check is None else [check.at, check.lease_end, check.is_late]
+        self._note("start", work, key, attempt, fence, os.getpid(), now, fields)
 
     def note_completion(self, key: str, fence: int) -> None:
-        """The store has accepted a completion."""
+        """Note that the store accepted a completion."""
         self._note("complete", key, fence)
 
     def note_count(self, name: str, count: int) -> None:
-        """What the observer of this process has counted."""
+        """Note a count of this process's observer."""
         self._note("count", name, count)
 
     def _note(self, *line: Any) -> None:
-        # In one write: lines of several processes do not mix.
+        # A single write does not interleave with those of other processes.
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             os.write(file, (json.dumps(line) + "\n").encode())
@@ -85,34 +85,34 @@ class Journal:
             os.close(file)
 
     def read(self) -> Lines:
-        """Everything noted so far."""
+        """Read all complete lines."""
         text = self._path.read_text() if self._path.exists() else ""
-        # A line that is being written may be read in part: it is read next time.
+        # The last line may be incomplete while it is being written.
         return Lines(text.rpartition("\n")[0])
 
 
 class Lines:
-    """What a journal holds."""
+    """The contents of a journal."""
 
     def __init__(self, text: str) -> None:
         self.ready: set[int] = set()
-        """Process ids."""
+        """Process IDs."""
         self.starts: list[Start] = []
         self.completions: list[Completion] = []
         self.counts: defaultdict[str, int] = defaultdict(int)
-        """Of all processes together."""
+        """Sums over all processes."""
         for line in text.splitlines():
-            what, *told = json.loads(line)
+            what, *fields = json.loads(line)
             if what == "ready":
-                self.ready.add(told[0])
+                self.ready.add(fields[0])
             elif what == "start":
-                if told[-1] is not None:
-                    told[-1] = Check(*told[-1])
-                self.starts.append(Start(*told))
+                if fields[-1] is not None:
+                    fields[-1] = Check(*fields[-1])
+                self.starts.append(Start(*fields))
             elif what == "complete":
-                self.completions.append(Completion(*told))
+                self.completions.append(Completion(*fields))
             else:
-                self.counts[told[0]] += told[1]
+                self.counts[fields[0]] += fields[1]
 
     def starts_of(self, pid: int) -> int:
         """Return how many handlers a process has started."""

@@ -1,4 +1,4 @@
-"""What a worker process of a stalled-starts trial is told."""
+"""Instructions for a worker process of a stalled-starts trial."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from tests.crashes.orders import Order
 
 @dataclass(frozen=True)
 class StallOrder(Order):
-    """What a worker is to do."""
+    """Instructions for a worker."""
 
     entry: str = ""
-    """The way into the guard, as in `tests.stalled_starts.entries.ENTRIES`."""
+    """The entry point, as in `tests.stalled_starts.entries.ENTRIES`."""
     works: int = 24
-    """How many there are; every worker gets all of them."""
+    """Number of works; every worker gets all of them."""
     concurrency: int = 16
     seconds: float = 0.03
-    """For which a handler blocks its thread."""
+    """Seconds for which a handler blocks its thread."""
     blocked_work: int = -1
-    """The work whose first attempt blocks for longer; negative: none."""
+    """The work whose first attempt blocks for `blocked_seconds`; negative for none."""
     blocked_seconds: float = 0.0
     is_reversed: bool = False
-    """It begins with the last work."""
+    """Whether the worker starts with the last work."""
 
     @property
     def names(self) -> list[str]:
-        """The works, in the order in which this worker takes them."""
+        """The works, in the order in which this worker does them."""
         names = [f"work-{number}" for number in range(self.works)]
         return names[::-1] if self.is_reversed else names
 
     @property
     def idempotency(self) -> IdempotencyConfig:
-        # Two batches of FastStream that each hold what the other one waits for end when one of them gives up.
+        # Two FastStream batches that wait for each other's keys can only continue when one of them times out.
         return IdempotencyConfig(
             key_prefix=self.key_prefix,
             processing_timeout_seconds=self.lease,
@@ -42,6 +42,6 @@ class StallOrder(Order):
         )
 
     def seconds_of(self, work: str, attempt: int) -> float:
-        """Return how long a run blocks its thread."""
+        """Return the seconds for which a run blocks its thread."""
         is_blocked = attempt == 1 and work == f"work-{self.blocked_work}"
         return self.blocked_seconds if is_blocked else self.seconds

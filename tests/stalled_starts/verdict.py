@@ -1,7 +1,7 @@
-"""Whether the workers of one trial kept the promise: no handler starts after its lease has ended.
+"""Checks of a trial: no handler may start after its lease has ended.
 
-A handler is checked immediately before it is called.  A process can be stopped between the two; nothing in the process
-can prevent that start, so it is counted (`stalls_between`) and not a violation.
+The lease is checked immediately before the handler is called.  A process can be stopped between the two; no check can
+prevent that start, so it is counted (`stalls_between`) and not treated as a violation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHECKS: bool = hasattr(leases.HeldLease, "is_late")
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A time in which a process, or its event loop, stood still."""
+    """A period in which a process or its event loop was stalled."""
 
     pid: int
     begin: float
@@ -30,29 +30,29 @@ class Stall:
 
 
 def late_starts(starts: Sequence[Start]) -> list[Start]:
-    """Return the starts that came after another start of the same key with a higher fence."""
-    of_keys: defaultdict[str, list[Start]] = defaultdict(list)
+    """Return the starts that happened after another start of the same key with a higher fence."""
+    by_key: defaultdict[str, list[Start]] = defaultdict(list)
     for start in starts:
-        of_keys[start.key].append(start)
+        by_key[start.key].append(start)
     return [
         start
-        for together in of_keys.values()
-        for start in together
-        if any(other.fence > start.fence and other.at < start.at for other in together)
+        for of_key in by_key.values()
+        for start in of_key
+        if any(other.fence > start.fence and other.at < start.at for other in of_key)
     ]
 
 
 def longest_pause(lines: Lines) -> float:
-    """Return the most seconds between two starts of one process."""
-    of_processes: defaultdict[int, list[float]] = defaultdict(list)
+    """Return the longest time in seconds between two starts of one process."""
+    by_process: defaultdict[int, list[float]] = defaultdict(list)
     for start in lines.starts:
-        of_processes[start.pid].append(start.at)
-    pauses = [later - earlier for times in of_processes.values() for earlier, later in pairwise(sorted(times))]
+        by_process[start.pid].append(start.at)
+    pauses = [later - earlier for times in by_process.values() for earlier, later in pairwise(sorted(times))]
     return max(pauses, default=0.0)
 
 
 def judge_starts(lines: Lines, stalls: Iterable[Stall]) -> Figures:
-    """Look at every start.
+    """Check every start.
 
     Raises:
         ViolationError: A handler started although its lease had ended at its check, or without a check.
@@ -72,12 +72,14 @@ def judge_starts(lines: Lines, stalls: Iterable[Stall]) -> Figures:
             between += 1
         else:
             found.append(f"{wrong}: {start}")
-    again = [pair for pair, times in Counter((start.key, start.fence) for start in lines.starts).items() if times > 1]
-    if again:
-        found.append(f"two starts of one reservation: {again}")
+    repeated = [
+        pair for pair, times in Counter((start.key, start.fence) for start in lines.starts).items() if times > 1
+    ]
+    if repeated:
+        found.append(f"two starts of one reservation: {repeated}")
     if found:
-        shown = "\n".join(found[:5])
-        raise ViolationError(f"{len(found)} of {len(lines.starts)} starts are wrong:\n{shown}")
+        first = "\n".join(found[:5])
+        raise ViolationError(f"{len(found)} of {len(lines.starts)} starts are wrong:\n{first}")
     return Figures(
         starts=len(lines.starts),
         stalls_between=between,
@@ -87,7 +89,7 @@ def judge_starts(lines: Lines, stalls: Iterable[Stall]) -> Figures:
 
 
 def _wrong(start: Start, *, is_overtaken: bool) -> str:
-    """Return what is wrong with a start; empty if nothing is."""
+    """Return the violation of a start; empty if there is none."""
     if CHECKS and start.check is None:
         return "started without a check"
     if start.check is not None and _failed_check(start):
@@ -105,10 +107,10 @@ def _failed_check(start: Start) -> bool:
 
 
 def judge_records(lines: Lines, works: Iterable[str], records: Iterable[IdempotencyRecord]) -> Figures:
-    """Look at the end: every work was started, and its record was completed once, by its last attempt.
+    """Check that every work was started, and its record completed once, by its last attempt.
 
     Raises:
-        ViolationError: A work was lost, completed twice, or completed by an attempt that was overtaken.
+        ViolationError: Work was lost, completed twice, or completed by an attempt that was overtaken.
     """
     highest: dict[str, Start] = {}
     for start in lines.starts:
@@ -123,12 +125,12 @@ def judge_records(lines: Lines, works: Iterable[str], records: Iterable[Idempote
     fences: defaultdict[str, set[int]] = defaultdict(set)
     for completion in lines.completions:
         fences[completion.key].add(completion.fence)
-    twice = {key: by for key, by in fences.items() if len(by) > 1}
-    dishonest = _dishonest(lines.starts)
-    if lost or stale or twice or dishonest:
+    twice = {key: found for key, found in fences.items() if len(found) > 1}
+    unordered = _unordered_attempts(lines.starts)
+    if lost or stale or twice or unordered:
         raise ViolationError(
             f"lost {lost}; completed by an overtaken attempt {stale}; completed twice {twice}; "
-            f"attempts that do not grow with their fences {dishonest}"
+            f"attempts that do not grow with their fences {unordered}"
         )
     return Figures(events=len(keys_of), lost=0, takeovers=sum(start.attempt > 1 for start in lines.starts))
 
@@ -137,10 +139,10 @@ def _is_stale(record: IdempotencyRecord, highest: dict[str, Start]) -> bool:
     return record.fence < highest[record.key].fence
 
 
-def _dishonest(starts: Sequence[Start]) -> list[str]:
-    of_keys: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+def _unordered_attempts(starts: Sequence[Start]) -> list[str]:
+    by_key: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for start in starts:
-        of_keys[start.key].append((start.fence, start.attempt))
+        by_key[start.key].append((start.fence, start.attempt))
     return [
-        key for key, runs in of_keys.items() if any(later[1] <= earlier[1] for earlier, later in pairwise(sorted(runs)))
+        key for key, runs in by_key.items() if any(later[1] <= earlier[1] for earlier, later in pairwise(sorted(runs)))
     ]

@@ -1,4 +1,4 @@
-"""One worker in a process of its own, by an order: `run_worker(StallOrder(...))`."""
+"""A worker in its own process: `run_worker(StallOrder(...))`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan
 from tests.crashes.orders import SERVICE
-from tests.crashes.worker import leave_with
+from tests.crashes.worker import exit_with
 from tests.stalled_starts.entries import ENTRIES, TRANSACTIONAL, Bench
 from tests.stalled_starts.journal import Check, Journal, boot_time
 from tests.stalled_starts.orders import StallOrder as Order
@@ -29,7 +29,7 @@ __all__ = ["Order", "run_worker"]
 
 
 class JournalingStore(CrashingStore):
-    """A repository that notes the completions that were accepted."""
+    """A repository that writes accepted completions to the journal."""
 
     def __init__(self, inner: IdempotencyRepository, journal: Journal) -> None:
         super().__init__(inner, CrashPlan())
@@ -47,9 +47,9 @@ class Checks(dict[tuple[str, int], Check]):
     """The last check of each reservation, by key and fence."""
 
     def watch(self) -> None:
-        """Remember the checks that this process makes from now on."""
+        """Record all checks of this process from now on."""
         if not hasattr(leases.HeldLease, "is_late"):
-            return  # a version that checks nothing
+            return  # an older version without checks
         held: Any = leases.HeldLease
         batches: Any = leases.BatchLeases
         is_late, may_start = held.is_late, batches.may_start
@@ -73,7 +73,7 @@ class Checks(dict[tuple[str, int], Check]):
 
 
 class ProcessBench(Bench):
-    """Notes the starts of this process."""
+    """Writes the starts of this process to the journal."""
 
     def __init__(self, order: Order, manager: IdempotencyManager, journal: Journal, checks: Checks) -> None:
         super().__init__(order, manager)
@@ -97,24 +97,24 @@ class ProcessBench(Bench):
 
 
 def run_worker(order: Order, parent: int) -> int:
-    """Work until every work of the order is done, or until `parent` is gone; the exit status."""
+    """Work until all works of the order are done or the process `parent` is gone, and return the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_work(order, parent))
 
 
 async def _work(order: Order, parent: int) -> int:
-    leaving = asyncio.create_task(leave_with(parent))
+    watching = asyncio.create_task(exit_with(parent))
     journal, checks, observer = Journal(Path(order.folder)), Checks(), CountingObserver()
     checks.watch()
     async with open_records(order.store, order.key_prefix) as records:
-        # The outcome of a transactional handler is not written by the store's own verb.
+        # Transactional handlers do not write their outcome by `store.complete`.
         store = records if order.entry == TRANSACTIONAL else JournalingStore(records, journal)
         manager = IdempotencyManager(order.idempotency, store, observer, scope=SERVICE)
         await ENTRIES[order.entry](ProcessBench(order, manager, journal, checks))
         await manager.close()
     prevented = getattr(Signal, "STALE_START_PREVENTED", None)
     journal.note_count("prevented", observer.counts[prevented] if prevented else 0)
-    leaving.cancel()
-    await asyncio.wait({leaving})
+    watching.cancel()
+    await asyncio.wait({watching})
     return 0
