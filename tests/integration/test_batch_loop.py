@@ -116,11 +116,11 @@ async def test_a_loop_of_batches_commits_what_is_settled_and_survives_a_death_an
     for place, loop, (before, committed) in zip(PLACES, loops, stories, strict=True):
         after = loop.effects
         assert sorted(after) == sorted(EVENTS), place
-        confirmed = place in ("before committing", "behind the commit")
+        confirmed = place in ("before committing", "after the commit")
         for event in before:  # with its completion lost it is done once more, and knows it
             assert after[event] in ([[1]] if confirmed else [[1, 2]]), (place, event)
         for partition, offset in committed.items():
-            assert place == "behind the commit"
+            assert place == "after the commit"
             assert offset == FLAKY[partition], "a commit says that all before it is done"
         flaky = [after[f"{partition}-{offset}"] for partition, offset in FLAKY.items()]
         assert all(attempts[0] > 1 and len(attempts) == 1 for attempts in flaky), place

@@ -309,7 +309,7 @@ def test_kustomizations_list_all_files_of_their_folders() -> None:
 
 def test_kubectl_renders_the_overlay_to_valid_manifests() -> None:
     if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is missing: install 1.21 or newer")
+        pytest.skip("no kubectl: install 1.21 or newer")
     command = ["kubectl", "kustomize", str(FOLDER / "overlays" / "example")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
