@@ -1,4 +1,4 @@
-"""Fixtures that any test may use."""
+"""Fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -25,33 +25,34 @@ pytest_plugins = [
 
 
 def pytest_configure() -> None:
-    # A shell without job control lets what it starts with `&` ignore Ctrl-C, which children inherit: some are sent one.
+    # A shell without job control starts background jobs with SIGINT ignored, and children inherit that. Some tests
+    # send SIGINT to their children.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _nothing_stays_frozen() -> Iterator[None]:
+def _unfreeze_at_exit() -> Iterator[None]:
     yield
     gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_is_here_stays(_nothing_stays_frozen: None) -> None:
-    """Hides from the collections below what was there before: they take milliseconds instead of half a second.
+def _freeze_existing_objects(_unfreeze_at_exit: None) -> None:
+    """Exclude existing objects from the collections below, which then take milliseconds instead of half a second.
 
-    By module, since tests leave more and more that lives on, and some let all of it be seen again.
+    Repeated for each module, since more and more objects stay alive, and some tests unfreeze all of them.
     """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing_to_the_collector(_what_is_here_stays: None) -> Iterator[None]:
-    """A socket that a test forgot is an error of that test (of the next one, if a log still held it).
+def _collect_garbage(_freeze_existing_objects: None) -> Iterator[None]:
+    """Report an unclosed socket in the test that left it (or in the next one, if a log record still refers to it).
 
-    Left alone it would be one of whichever test runs when the collector comes by.  If that is within `ast.parse` and
-    logs a traceback, which parses as well, Python 3.11 ends the parsing with a SystemError (python/cpython#106905).
+    Otherwise it would be reported in whatever test runs during the next collection. If that happens within `ast.parse`
+    and logs a traceback, which parses too, Python 3.11 raises a SystemError (python/cpython#106905).
     """
     yield
     gc.collect()
@@ -59,21 +60,21 @@ def _leaves_nothing_to_the_collector(_what_is_here_stays: None) -> Iterator[None
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    """One server for all tests, on a Unix socket.  Never stop, pause or configure it: start one of your own."""
+    """Share a server on a Unix socket; never stop, pause or configure it, start your own instead."""
     with RedisServer() as server:
         yield server
 
 
 @pytest.fixture
 def redis_url(redis_server: RedisServer) -> str:
-    """The URL of an empty database."""
+    """Return the URL of an empty database."""
     redis_server.flush()
     return redis_server.url
 
 
 @pytest.fixture
 async def redis_client(redis_url: str) -> AsyncIterator[Redis]:
-    """A client of an empty database."""
+    """Return a client of an empty database."""
     client = Redis.from_url(redis_url)
     yield client
     await client.aclose()
@@ -86,12 +87,12 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         reason = skips.reason_of(report.longrepr)
         if not skips.is_expected(reason):
             report.outcome = "failed"
-            report.longrepr = f"skipped where nothing may be: {reason}"
+            report.longrepr = f"unexpected skip: {reason}"
     return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what was skipped and the command that enables it; list the tests in the file `SKIPPED_TESTS`, if named."""
+    """Print skipped tests with the commands that enable them; write their names to the file `SKIPPED_TESTS`, if set."""
     skipped = terminalreporter.stats.get("skipped", [])
     lines = list(skips.table(skips.reason_of(report.longrepr) for report in skipped))
     if lines:

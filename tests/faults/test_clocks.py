@@ -148,7 +148,7 @@ class JumpingRedis:
 @pytest.fixture
 async def jumping(tmp_path: Path) -> AsyncIterator[JumpingRedis]:
     clock = WrongClock(tmp_path)
-    with clock.worn():
+    with clock.installed():
         server = RedisServer()
         server.start()
     client = server.client()

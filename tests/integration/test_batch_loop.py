@@ -118,11 +118,11 @@ async def test_a_batch_loop_commits_settled_records_and_survives_a_crash_at_any_
     for place, loop, (before, committed) in zip(PLACES, loops, observed, strict=True):
         after = loop.effects
         assert sorted(after) == sorted(EVENTS), place
-        confirmed = place in ("before committing", "behind the commit")
+        confirmed = place in ("before committing", "after the commit")
         for event in before:  # without a stored completion it runs again, as attempt 2
             assert after[event] in ([[1]] if confirmed else [[1, 2]]), (place, event)
         for partition, offset in committed.items():
-            assert place == "behind the commit"
+            assert place == "after the commit"
             assert offset == FLAKY[partition], "committed beyond an unfinished record"
         flaky = [after[f"{partition}-{offset}"] for partition, offset in FLAKY.items()]
         assert all(attempts[0] > 1 and len(attempts) == 1 for attempts in flaky), place

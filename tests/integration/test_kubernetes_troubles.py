@@ -188,7 +188,7 @@ async def test_retry_after_of_the_api_is_respected(
 
     await run(runner, "print(1)")
 
-    assert "could not create a Job: 429 Refused: the stand-in was told to; trying again in 1.0 s" in caplog.text
+    assert "could not create a Job: 429 Refused: refused by the test; trying again in 1.0 s" in caplog.text
     assert cluster.requests.count(("create", "jobs")) == 2
 
 

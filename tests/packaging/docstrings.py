@@ -1,13 +1,13 @@
-"""What the docstrings of the public API say: `python -m tests.packaging.docstrings`, a part of `make check`.
+"""Check the docstrings of the public API: `python -m tests.packaging.docstrings`, part of `make check`.
 
-Public is what `docs/reference/api/` tells of.  Each function and method there
+The public API is everything in `docs/reference/api/`. Each function and method
 
-- has a docstring, and so has each property, unless it does what its base or a Protocol of ours says it does;
-- has each error that it raises by itself among its `Raises:`, or a base of it;
-- names the unit of each `float`, by its own name (`_seconds`, `_bytes`) or in words; a `timedelta` has one;
-- says of a sequence that it returns what stands in which order, or that there is one for each of something.
+- has a docstring, and so has each property, unless a base class or a Protocol of the package documents it;
+- lists each error that it raises itself, or a base class of it, under `Raises:`;
+- states the unit of each `float`, in the name (`_seconds`, `_bytes`) or in the text; a `timedelta` needs none;
+- states the order of a sequence that it returns, or that there is one item for each of something.
 
-Providers' factories are told of by what they provide, and tests by their names.
+Factories of providers and test methods are exempt.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FLOAT: Final = re.compile(r"\bfloat\b")
 
 @dataclass(frozen=True)
 class Problem:
-    """What a docstring lacks."""
+    """A defect of a docstring."""
 
     place: str
     line: int
@@ -49,13 +49,13 @@ class Problem:
 
 
 def problems() -> list[Problem]:
-    """Those of the whole public API, by file and line."""
+    """Return the defects of the whole public API, by file and line."""
     found = {problem for entry in reference.entries().values() for problem in of(entry.thing)}
     return sorted(found, key=lambda problem: (problem.place, problem.line, problem.message))
 
 
 def of(thing: Any) -> Iterator[Problem]:
-    """What the docstrings of a function, or of a class and its members, lack."""
+    """Check the docstring of a function, or those of a class and its members."""
     thing = thing.final_target if thing.is_alias else thing
     if thing.is_function:
         yield from of_function(thing)
@@ -66,7 +66,7 @@ def of(thing: Any) -> Iterator[Problem]:
 
 
 def of_member(member: Any) -> Iterator[Problem]:
-    """What the docstring of a method, a property or an attribute of a public class lacks."""
+    """Check the docstring of a method, a property or an attribute of a public class."""
     if member.is_function:
         if not (member.name.startswith("test_") or _decorators(member) & {"provide"} or not member.lineno):
             yield from of_function(member)
@@ -77,15 +77,15 @@ def of_member(member: Any) -> Iterator[Problem]:
 
 
 def of_function(function: Any) -> Iterator[Problem]:
-    """What the docstring of one function or method lacks; for `__init__` that of its class counts as well."""
+    """Check the docstring of a function or method; for `__init__`, that of its class counts as well."""
     text = _text(function)
     if function.name != "__init__":
         yield from _without_docstring(function)
-    for name in sorted(raised_in(function) - _with_kinds(_told_to_raise(text))):
-        yield _problem(function, f"raises {name}, and its docstring has no Raises: {name}")
+    for name in sorted(raised_in(function) - _with_subclasses(_documented_errors(text))):
+        yield _problem(function, f"raises {name}, but its docstring does not list it under Raises")
     for parameter in function.parameters:
         yield from _without_unit(function, text, parameter.name, parameter.annotation)
-    yield from _without_unit(function, text, "what it returns", function.returns)
+    yield from _without_unit(function, text, "return value", function.returns)
     if not _decorators(function) & {"contextmanager", "asynccontextmanager", "fixture"}:
         yield from _without_order(function, text)
 
@@ -102,16 +102,16 @@ def _without_docstring(thing: Any) -> Iterator[Problem]:
 def _without_unit(thing: Any, text: str, name: str, annotation: Any) -> Iterator[Problem]:
     is_number = FLOAT.search(str(annotation or ""))
     if is_number and not NAMED_UNIT.search(name) and not UNITS.search(text):
-        yield _problem(thing, f"{name} is a float, and nothing says of what")
+        yield _problem(thing, f"{name} is a float without a unit")
 
 
 def _without_order(function: Any, text: str) -> Iterator[Problem]:
     if SEQUENCE.match(str(function.returns or "")) and not ORDER.search(text):
-        yield _problem(function, f"returns {function.returns}, and nothing says in which order")
+        yield _problem(function, f"returns {function.returns} without stating the order")
 
 
 def _text(thing: Any) -> str:
-    """A docstring, that of its class where this is `__init__`, and what bases and Protocols say of the same."""
+    """Return the docstring with those that also document the object: of its class, base classes and Protocols."""
     own = str(thing.docstring.value) if thing.docstring is not None else ""
     if not thing.parent.is_class:
         return own
@@ -131,13 +131,13 @@ def _inherited(thing: Any) -> str:
 
 @cache
 def contracts() -> dict[str, str]:
-    """By the name of a method: what the Protocols of the package say of it."""
-    told: dict[str, str] = {}
+    """Map the name of each method to what the Protocols of the package document for it."""
+    documented: dict[str, str] = {}
     for kind in _classes(reference.package()):
         if any("Protocol" in str(base) for base in kind.bases):
             for name, member in kind.members.items():
-                told[name] = f"{told.get(name, '')}\n\n{_doc(member)}".strip()
-    return told
+                documented[name] = f"{documented.get(name, '')}\n\n{_doc(member)}".strip()
+    return documented
 
 
 def _classes(module: Any) -> Iterator[Any]:
@@ -146,8 +146,8 @@ def _classes(module: Any) -> Iterator[Any]:
         yield from _classes(inner)
 
 
-def _told_to_raise(text: str) -> set[str]:
-    """The errors below `Raises:`, of any docstring in a text."""
+def _documented_errors(text: str) -> set[str]:
+    """Return the errors under `Raises:` in a text of one or more docstrings."""
     parsed = griffe.Docstring(text).parse("google", warnings=False)
     raises = griffe.DocstringSectionKind.raises
     named = {str(each.annotation) for section in parsed if section.kind is raises for each in section.value}
@@ -155,7 +155,7 @@ def _told_to_raise(text: str) -> set[str]:
 
 
 def raised_in(function: Any) -> set[str]:
-    """The classes that a function raises itself, not those of functions within it, nor what it raises again."""
+    """Return the exception classes that a function raises itself, without nested functions and re-raised errors."""
     body = _parsed(function)
     return {name for statement in body for name in _raised(statement)}
 
@@ -184,11 +184,11 @@ def _module(file: str) -> ast.Module:
     return ast.parse(Path(file).read_text(encoding="utf-8"))
 
 
-def _with_kinds(told: set[str]) -> set[str]:
-    """Every error of ours that is one of those told, or a kind of one."""
-    bases = {name: getattr(errors, name) for name in told if hasattr(errors, name)}
+def _with_subclasses(names: set[str]) -> set[str]:
+    """Return the names with all their subclasses in `integr8s_idem.errors`."""
+    bases = {name: getattr(errors, name) for name in names if hasattr(errors, name)}
     kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
-    return told | {name for name in kinds for base in bases.values() if issubclass(getattr(errors, name), base)}
+    return names | {name for name in kinds for base in bases.values() if issubclass(getattr(errors, name), base)}
 
 
 def _problem(thing: Any, message: str) -> Problem:
@@ -198,7 +198,7 @@ def _problem(thing: Any, message: str) -> Problem:
 
 
 def main() -> None:
-    """Print file:line: what is wrong, and exit with 1 if anything is."""
+    """Print each defect with its file and line; exit with status 1 if there are any."""
     found = problems()
     for problem in found:
         print(problem)

@@ -1,6 +1,6 @@
-"""What an installation holds: `python -m tests.packaging.installation VENV` counts packages and megabytes.
+"""Measure an installation: `python -m tests.packaging.installation VENV` prints its packages and their sizes.
 
-Counted are files that pip installed, without pip, setuptools and compiled bytecode.
+The files that pip installed are counted, without pip, setuptools and compiled bytecode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MEGABYTE: Final = 1_000_000
 
 
 def required_names(requirements: Iterable[Requirement], *, without: str) -> set[str]:
-    """The names of all packages that `requirements` bring into this environment, except the project `without`."""
+    """Return the names of all packages that `requirements` install here, except the project `without`."""
     seen: set[tuple[str, str]] = set()
     waiting = [(requirement, "") for requirement in requirements]
     while waiting:
@@ -37,10 +37,10 @@ def required_names(requirements: Iterable[Requirement], *, without: str) -> set[
 
 
 def make_environment(folder: Path, names: Iterable[str], wheel: Path) -> Path:
-    """Make a virtual environment with `wheel` and copies of the packages `names`, without asking an index.
+    """Create a virtual environment with `wheel` and copies of the packages `names`, without a package index.
 
     Returns:
-        Its folder of programs.
+        The folder with its programs.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=100)
     packages = site_packages(folder)
@@ -55,12 +55,12 @@ def make_environment(folder: Path, names: Iterable[str], wheel: Path) -> Path:
 
 
 def site_packages(environment: Path) -> Path:
-    """The folder that packages are installed into."""
+    """Return the folder that packages are installed into."""
     return next(environment.glob("lib/python*/site-packages"))
 
 
 def sizes(environment: Path) -> dict[str, int]:
-    """Each package of an environment, with the bytes of its installed files."""
+    """Return the size in bytes of each package in an environment."""
     found = distributions(path=[str(site_packages(environment))])
     named = {canonicalize_name(each.name): each for each in found}
     return {name: _size(each) for name, each in sorted(named.items()) if name not in NOT_COUNTED}
@@ -68,7 +68,7 @@ def sizes(environment: Path) -> dict[str, int]:
 
 def _copy(package: Distribution, folder: Path) -> None:
     for file in package.files or ():
-        # Programs are outside of the folder of packages, and name the Python of this environment.
+        # Scripts are outside the package folder, and their first line names the Python of this environment.
         if ".." not in file.parts and file.suffix != ".pyc":
             target = folder / file
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""`docs/reference/api/`: the public API, drawn from signatures and docstrings.
+"""Generate `docs/reference/api/`, the reference of the public API, from signatures and docstrings.
 
-`make reference` writes it, and the pages of commands, settings and metrics that the modules beside this one draw.
+`make reference` writes it, and the pages about commands, settings and metrics that the `reference_*` modules generate.
 
-griffe reads the code without importing it, docstrings of attributes included; here it becomes Markdown.
+griffe parses the code without importing it, including docstrings of attributes; this module renders it as Markdown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.packaging import reference_commands, reference_metrics, reference_set
 from tests.packaging.markdown import table
 from tests.packaging.repository import ROOT
 
-MADE: Final = "Made by `make reference` from signatures and docstrings."
+MADE: Final = "Generated from signatures and docstrings by `make reference`."
 FOLDER: Final = ROOT / "docs" / "reference" / "api"
 PACKAGE: Final = "integr8s_idem"
 PAGES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -39,7 +39,7 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "testing": ("testing", "testing.plugin", "testing.crash_points", "testing.transactional_crash_points"),
     "embedded": ("embedded",),
 }
-"""The modules of each page, by their names within the package."""
+"""The modules on each page, by their names within the package."""
 
 LEFT_OUT: Final = {
     "cli",
@@ -50,18 +50,18 @@ LEFT_OUT: Final = {
     "testing.virtual_time",
     "worker.kafka_protocols",
 }
-"""Modules with an `__all__` that users do not import: commands, and rooms whose public things stand elsewhere."""
+"""Modules with an `__all__` that users do not import: commands, and modules whose names are exported elsewhere."""
 
 
 @cache
 def package() -> Any:
-    """The package as griffe sees it."""
+    """Return the package as parsed by griffe."""
     return griffe.load(PACKAGE, search_paths=[ROOT], docstring_parser="google", resolve_aliases=True)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a public thing is told of."""
+    """The place where a public object is documented."""
 
     page: str
     module: str
@@ -69,23 +69,23 @@ class Entry:
 
     @property
     def heading(self) -> str:
-        """The name as users import it, with its whole module."""
+        """The name as users import it, with its full module path."""
         return self.path
 
     @property
     def link(self) -> str:
-        anchor = "".join(letter for letter in self.heading.lower() if letter.isalnum() or letter in "_-")
+        anchor = "".join(char for char in self.heading.lower() if char.isalnum() or char in "_-")
         return f"{self.page}.md#{anchor}"
 
     @property
     def path(self) -> str:
-        """How users import it."""
+        """The path that users import it by."""
         return f"{_path(self.module)}.{self.thing.name}"
 
 
 @cache
 def entries() -> dict[str, Entry]:
-    """Every public thing where it is told of first, by its own path: the front comes before the rooms."""
+    """Map the canonical path of each public object to the first place that documents it."""
     found: dict[str, Entry] = {}
     for name, modules in PAGES.items():
         for module in modules:
@@ -95,17 +95,17 @@ def entries() -> dict[str, Entry]:
 
 
 def pages() -> dict[Path, str]:
-    """Every page, by its file."""
+    """Return the text of each page, by its file."""
     tables = {"cli": reference_commands, "metrics": reference_metrics, "settings": reference_settings}
     beside = {FOLDER.parent / f"{name}.md": module.page() for name, module in tables.items()}
     return {FOLDER / "README.md": index(), **{FOLDER / f"{name}.md": page(name) for name in PAGES}, **beside}
 
 
 def index() -> str:
-    """What stands where."""
-    lines = ["# The public API", "", MADE, "", "Errors have [a page of their own](../errors.md).", ""]
+    """Return the index page."""
+    lines = ["# The public API", "", MADE, "", "Errors are documented on [a separate page](../errors.md).", ""]
     lines += [f"- [{title(name)}]({name}.md): {_named(modules)}" for name, modules in PAGES.items()]
-    lines += ["", "| name | what it is |", "| --- | --- |"]
+    lines += ["", "| name | description |", "| --- | --- |"]
     for entry in entries().values():
         summary = " ".join(_text(entry.thing).partition("\n\n")[0].split()).replace("|", "\\|")
         lines.append(f"| [`{entry.path}`]({entry.link}) | {summary} |")
@@ -113,7 +113,7 @@ def index() -> str:
 
 
 def title(page: str) -> str:
-    """How a page is headed."""
+    """Return the heading of a page."""
     return page.replace("-", " ").capitalize()
 
 
@@ -122,24 +122,24 @@ def _named(modules: Iterable[str]) -> str:
 
 
 def page(name: str) -> str:
-    """One page: its modules, and what is public in them."""
+    """Return a page: its modules and their public objects."""
     lines = [f"# {title(name)}", "", MADE, ""]
     for module in PAGES[name]:
         lines += [f"## `{_path(module)}`", "", *_docstring(_module(module)), ""]
-        told = [entries()[thing.canonical_path] for thing in public(module)]
-        elsewhere = [f"[`{entry.thing.name}`]({entry.link})" for entry in told if entry.module != module]
+        listed = [entries()[thing.canonical_path] for thing in public(module)]
+        elsewhere = [f"[`{entry.thing.name}`]({entry.link})" for entry in listed if entry.module != module]
         if elsewhere:
             lines += [f"Also here: {', '.join(elsewhere)}.", ""]
-        for entry in told:
+        for entry in listed:
             if entry.module == module:
-                lines += [f"### {entry.heading}", "", *_drawn(entry.thing), ""]
+                lines += [f"### {entry.heading}", "", *_rendered(entry.thing), ""]
     return "\n".join(_without_double_blanks(lines)).rstrip() + "\n"
 
 
 def public(module: str) -> list[Any]:
-    """What a module offers: its `__all__`, or whatever it defines without an underscore."""
+    """Return the public objects of a module: its `__all__`, or all it defines without a leading underscore."""
     things = [_module(module).members[name] for name in offered(module)]
-    return [thing for thing in things if _is_ours(thing) and (thing.docstring is not None or not thing.is_attribute)]
+    return [thing for thing in things if _is_public(thing) and (thing.docstring is not None or not thing.is_attribute)]
 
 
 def offered(module: str) -> list[str]:
@@ -152,8 +152,8 @@ def _defined_in(module: Any) -> Iterator[str]:
     return (name for name, member in module.members.items() if name[0] != "_" and not member.is_alias)
 
 
-def _is_ours(thing: Any) -> bool:
-    """Whether a module defines it, or hands on what another of ours defines."""
+def _is_public(thing: Any) -> bool:
+    """Return whether the module defines it, or re-exports it from another module of the package."""
     if thing.is_alias:
         return str(thing.target_path).startswith(f"{PACKAGE}.")
     return not thing.is_module
@@ -171,14 +171,14 @@ def _text(thing: Any) -> str:
     return str(thing.docstring.value) if thing.docstring is not None else ""
 
 
-def _drawn(thing: Any) -> Iterator[str]:
+def _rendered(thing: Any) -> Iterator[str]:
     if thing.is_class:
         yield from _class(thing)
     elif thing.is_function:
         yield from (*_code(thing), "", *_docstring(thing))
     else:
         annotation = f": {thing.annotation}" if thing.annotation is not None else ""
-        value = str(thing.value).replace("'", '"')  # as the formatter wants it, in pages too
+        value = str(thing.value).replace("'", '"')  # the quotes that the formatter uses
         yield from ("```python", f"{thing.name}{annotation} = {value}", "```", "", *_docstring(thing))
 
 
@@ -187,7 +187,7 @@ def _class(thing: Any) -> Iterator[str]:
     yield from ("```python", f"class {thing.name}({bases})" if bases else f"class {thing.name}", "```", "")
     yield from _docstring(thing)
     members = [member for member in thing.members.values() if member.name[0] != "_" or member.name == "__init__"]
-    attributes = [member for member in members if member.is_attribute and _is_worth_telling(member)]
+    attributes = [member for member in members if member.is_attribute and _is_worth_listing(member)]
     if attributes:
         yield from ("", *table(("attribute", "type", "meaning"), [_row(member, thing) for member in attributes]))
     for member in members:
@@ -196,20 +196,20 @@ def _class(thing: Any) -> Iterator[str]:
 
 
 def _row(attribute: Any, of: Any) -> tuple[str, str, str]:
-    told = _type_of(attribute, of) or attribute.value
-    kind = f"`{told}`".replace("|", "\\|") if told is not None else ""
+    shown = _type_of(attribute, of) or attribute.value
+    kind = f"`{shown}`".replace("|", "\\|") if shown is not None else ""
     return f"`{attribute.name}`", kind, _one_line(attribute)
 
 
 def _type_of(attribute: Any, of: Any) -> Any:
-    """Its annotation, or that of the parameter whose value it keeps."""
+    """Return its annotation, or that of the parameter that it stores."""
     if attribute.annotation is not None:
         return attribute.annotation
-    kept = {parameter.name: parameter.annotation for parameter in of.parameters}
-    return kept.get(str(attribute.value))
+    annotations = {parameter.name: parameter.annotation for parameter in of.parameters}
+    return annotations.get(str(attribute.value))
 
 
-def _is_worth_telling(attribute: Any) -> bool:
+def _is_worth_listing(attribute: Any) -> bool:
     return (
         attribute.docstring is not None or "instance-attribute" not in attribute.labels or attribute.annotation is None
     )
@@ -224,7 +224,7 @@ def _one_line(member: Any) -> str:
 
 
 def _code(function: Any) -> Iterator[str]:
-    """The signature, one parameter a line if it is long."""
+    """Yield the signature; if it is long, with one parameter per line."""
     makes = function.name == "__init__"
     name = function.parent.name if makes else function.name
     word = "" if makes else "async def " if "async" in function.labels else "def "
@@ -262,7 +262,7 @@ def _parameters(parameters: Any) -> Iterator[str]:
 
 
 def modules_with_exports(module: Any = None) -> Iterator[str]:
-    """The modules that say what is public in them, by their names within the package."""
+    """Yield the modules that define `__all__`, by their names within the package."""
     found = module or package()
     if found.exports:
         yield found.path.removeprefix(PACKAGE).lstrip(".")
@@ -271,21 +271,21 @@ def modules_with_exports(module: Any = None) -> Iterator[str]:
 
 
 def unknown_parameters(thing: Any) -> Iterator[str]:
-    """What docstrings of a function or a class name as a parameter that it does not have."""
+    """Yield parameters that the docstrings of a function or class name, but that do not exist."""
     if thing.is_class:
-        yield from _not_among(thing.parameters, thing)
+        yield from _unknown_in(thing.parameters, thing)
         for member in thing.members.values():
             if member.is_function and (member.name[0] != "_" or member.name == "__init__"):
-                yield from _not_among(member.parameters, member)
+                yield from _unknown_in(member.parameters, member)
     elif thing.is_function:
-        yield from _not_among(thing.parameters, thing)
+        yield from _unknown_in(thing.parameters, thing)
 
 
-def _not_among(parameters: Any, thing: Any) -> Iterator[str]:
+def _unknown_in(parameters: Any, thing: Any) -> Iterator[str]:
     known = {parameter.name for parameter in parameters}
     for section in thing.docstring.parse("google", warnings=False) if thing.docstring is not None else ():
         if section.kind is griffe.DocstringSectionKind.parameters:
-            # Several that go together may stand in one line.
+            # Related parameters can share a line.
             names = (name for each in section.value for name in each.name.split(", "))
             yield from (name for name in names if name not in known)
 
@@ -314,7 +314,7 @@ def _section(section: Any) -> Iterator[str]:
         case kinds.admonition:
             yield from (f"{section.title}", "", section.value.contents)
         case _:
-            raise AssertionError(f"no form for a section {section.kind} in a docstring yet")
+            raise AssertionError(f"docstring sections of kind {section.kind} are not supported yet")
 
 
 def _joined(text: str) -> str:
@@ -336,7 +336,7 @@ def main() -> None:
         old.unlink()
     for file, text in made.items():
         file.write_text(text, encoding="utf-8")
-    print(f"written: {len(made)} pages", file=sys.stderr)
+    print(f"{len(made)} pages written", file=sys.stderr)
 
 
 if __name__ == "__main__":

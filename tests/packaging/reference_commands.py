@@ -1,4 +1,4 @@
-"""`docs/reference/cli.md`: the commands with their options, from what Typer knows.  `make reference` writes it."""
+"""Generate `docs/reference/cli.md`, the commands with their options, from the Typer application."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.packaging.markdown import MADE, cell, table
 
 PROGRAM: Final = "integr8s-idem"
 _HEAD: Final = """\
-Installed as `integr8s-idem`; `python -m integr8s_idem` is the same. `--help` behind any command says what stands here.
-Settings come from the environment and from `settings.toml`: [settings](settings.md).
+The program is installed as `integr8s-idem`; `python -m integr8s_idem` is equivalent. `COMMAND --help` prints what this
+page says. Settings come from the environment and from `settings.toml`: see [settings](settings.md).
 
-Commands print what was asked for to standard output; summaries beside a list, questions, progress and errors go to
-standard error. All commands have the same exit statuses, except for `doctor`:
+Commands print their results to standard output; summaries of lists, questions, progress and errors go to standard
+error. All commands except `doctor` have the same exit statuses:
 
 | status | meaning |
 | --- | --- |
-| 0 | Done. A list without entries is done, too. |
-| 1 | A service or a server failed, nothing has the names that were given, or the answer to the question was no. |
-| 2 | The arguments or the settings are wrong, or there is no terminal to ask on. |
+| 0 | Success, including an empty list. |
+| 1 | A service or a server failed, nothing matched the given names, or you answered no to the question. |
+| 2 | The arguments or the settings are invalid, or a confirmation is needed and there is no terminal. |
 | 130 | Interrupted by Ctrl-C. |
 """
 _VALUES: Final = {"str": "TEXT", "int": "N", "int range": "N", "float": "N", "float range": "N", "path": "FILE"}
@@ -32,7 +32,7 @@ _TYPE_OF_ARGUMENT: Final = re.compile(r"^([A-Z][A-Z:]*) (?:TEXT|N|FILE)$")
 
 
 def commands() -> dict[str, Any]:
-    """Every command by what is typed for it, groups included, in the order of their names."""
+    """Map the full name of each command and group to it, sorted by name."""
     return dict(sorted(_below(typer.main.get_command(app), PROGRAM)))
 
 
@@ -44,7 +44,7 @@ def _below(command: Any, words: str) -> Iterator[tuple[str, Any]]:
 
 
 def options(command: Any) -> set[str]:
-    """What may be typed behind a command, `--help` included."""
+    """Return the options of a command, including `--help`."""
     return {"--help", *(name for each in command.params for name in (*each.opts, *each.secondary_opts))}
 
 
@@ -52,7 +52,7 @@ def page() -> str:
     every = commands()
     lines = ["# Commands", "", MADE, "", _HEAD]
     rows = [(f"[`{words}`](#{_anchor(words)})", _summary(each)) for words, each in every.items() if not _is_group(each)]
-    lines += [*table(("command", "what it does"), rows), ""]
+    lines += [*table(("command", "description"), rows), ""]
     for words, command in every.items():
         if not _is_group(command) or words == PROGRAM:
             lines += _section(words, command)
@@ -69,17 +69,17 @@ def _section(words: str, command: Any) -> Iterator[str]:
         yield from (*table(("option", "meaning"), rows), "")
 
 
-def _name(told: str) -> str:
-    """What is typed, with a word for its value."""
+def _name(shown: str) -> str:
+    """Return the option with a placeholder for its value."""
     for kind, word in _VALUES.items():
-        told = told.replace(f"<{kind}>", word)
-    return _TYPE_OF_ARGUMENT.sub(r"\1", told)
+        shown = shown.replace(f"<{kind}>", word)
+    return _TYPE_OF_ARGUMENT.sub(r"\1", shown)
 
 
-def _meaning(told: str) -> str:
-    """What it is for, and its default and bounds in round brackets."""
-    told = re.sub(r"(\d+)<=x<=(\d+)", r"from \1 to \2", told.replace("[required]", ""))
-    return cell(told.replace("[", "(").replace("]", ")"))
+def _meaning(text: str) -> str:
+    """Return the help text, with default and bounds in parentheses."""
+    text = re.sub(r"(\d+)<=x<=(\d+)", r"from \1 to \2", text.replace("[required]", ""))
+    return cell(text.replace("[", "(").replace("]", ")"))
 
 
 def _is_group(command: Any) -> bool:

@@ -1,4 +1,4 @@
-"""`docs/reference/metrics.md`: every metric with its labels and meaning.  `make reference` writes it."""
+"""Generate `docs/reference/metrics.md`: each metric with its labels and meaning."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from integr8s_idem.telemetry import Gauge, Phase, Signal, prometheus
 from tests.packaging.markdown import MADE, cell, table
 
 _HEAD: Final = """\
-Each worker process serves them at `/metrics`, port 9464 of the loopback address unless `[telemetry]` says otherwise.
-Which of them to watch, and what it means when they move: [guarantees](../explanation/guarantees.md#what-to-watch).
+Each worker process serves its metrics at `/metrics`, by default on port 9464 of the loopback address (`[telemetry]`).
+[Guarantees](../explanation/guarantees.md#what-to-watch) explains which of them to watch, and what their changes mean.
 
-Every label comes from a closed set. No key, payload or error text is in any of them. `service` is the service's name;
-`event_type` is empty where there is none. Of event types, and of topics, {labels} are told apart in each service;
-further ones share the label `{other}`.
+The values of every label come from a closed set; keys, payloads and error texts are never used. `service` is the name
+of the service; `event_type` is empty if there is none. In each service, the first {labels} event types and the first
+{labels} topics have labels of their own; all others share the label `{other}`.
 """
 
 
 def page() -> str:
     lines = ["# Metrics", "", MADE, "", _HEAD.format(labels=prometheus.MAX_LABELS, other=prometheus.OTHER)]
-    lines += ["## What has happened", "", "Counters. They begin at 0 with the process.", ""]
+    lines += ["## Counters", "", "Counters start at 0 with the process.", ""]
     lines += [*table(("metric", "labels", "meaning"), [_counter(signal) for signal in Signal]), ""]
-    lines += ["## How it stands", "", "Gauges, measured from time to time.", ""]
+    lines += ["## Gauges", "", "Gauges are measured periodically.", ""]
     lines += [*table(("metric", "labels", "meaning"), [_gauge(gauge) for gauge in Gauge]), ""]
-    lines += ["## How long it takes", "", f"Histograms, in seconds. Buckets: {_buckets()}.", ""]
+    lines += ["## Histograms", "", f"Histograms measure seconds. Buckets: {_buckets()}.", ""]
     lines += [*table(("metric", "labels", "meaning"), [*_histograms()]), ""]
-    lines += ["## Values of labels", ""]
+    lines += ["## Label values", ""]
     values = {
         "phase": [phase.name.lower() for phase in Phase],
         "reason": [

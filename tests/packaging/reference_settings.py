@@ -1,4 +1,4 @@
-"""`docs/reference/settings.md`: each setting with default, unit and meaning.  `make reference` writes it."""
+"""Generate `docs/reference/settings.md`: each setting with default, unit and meaning."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from integr8s_idem.config.sections import ServiceSettings
 from tests.packaging.markdown import MADE, cell, table
 
 _HEAD: Final = """\
-They stand in `settings.toml` of the working directory, or where `--settings` says. `integr8s-idem settings check` says
-every mistake at once; [settings.example.toml](../../settings.example.toml) has all of them, to copy from.
+Settings are read from `settings.toml` in the working directory, or from the file given by `--settings`.
+`integr8s-idem settings check` reports all mistakes at once; [settings.example.toml](../../settings.example.toml) lists
+all settings, ready to copy.
 
-The environment wins over the file: `INTEGR8S_IDEM_STORE__PASSWORD` sets `password` in `[store]`, and
-`INTEGR8S_IDEM_SERVICES__K8S_WORKER__CONCURRENCY` sets `concurrency` in `[services.k8s-worker]`. Lists are written there
-with commas. Files that are named like these variables, in the folder that `INTEGR8S_IDEM_SECRETS_DIR` names, come in
-between.
+Environment variables override the file: `INTEGR8S_IDEM_STORE__PASSWORD` sets `password` in `[store]`, and
+`INTEGR8S_IDEM_SERVICES__K8S_WORKER__CONCURRENCY` sets `concurrency` in `[services.k8s-worker]`. Separate the items of a
+list with commas. Files in the folder `INTEGR8S_IDEM_SECRETS_DIR` that are named like these variables override
+`settings.toml`, and the environment overrides them.
 """
 _UNITS: Final = {"seconds": "seconds", "bytes": "bytes"}
 _WHAT_32_BITS_HOLD: Final = {2_147_483, 2_147_483_647}
-"""Bounds that nobody meets: seconds as milliseconds, and numbers, as brokers and clients count."""
-_KINDS: Final = {"string": "text", "boolean": "true or false", "integer": "whole number", "number": "number"}
+"""Bounds of 32-bit integers in brokers and clients, for seconds (as milliseconds) and numbers; not worth listing."""
+_KINDS: Final = {"string": "string", "boolean": "boolean", "integer": "integer", "number": "number"}
 
 
 def page() -> str:
     lines = ["# Settings", "", MADE, "", _HEAD]
     for heading, model in sections():
         lines += [f"## {heading}", "", cell(inspect.getdoc(model) or ""), ""]
-        told = example._docstrings(model)
+        meanings = example._docstrings(model)
         rows = [
-            (f"`{name}`", _default(field), _value(shape_of(model).child(name), name), cell(told.get(name, "")))
+            (f"`{name}`", _default(field), _value(shape_of(model).child(name), name), cell(meanings.get(name, "")))
             for name, field in model.model_fields.items()
         ]
         lines += [*table(("setting", "default", "value", "meaning"), rows), ""]
@@ -44,7 +45,7 @@ def page() -> str:
 
 
 def sections() -> Iterator[tuple[str, type[BaseModel]]]:
-    """Each section under its heading; one of several kinds, once for each kind."""
+    """Yield each section with its heading; a section that has several kinds, once per kind."""
     for name, field in Settings.model_fields.items():
         if name == "services":
             yield "`[services.NAME]`", ServiceSettings
@@ -69,17 +70,17 @@ def _default(field: FieldInfo) -> str:
 def _value(place: Shape | None, name: str) -> str:
     if place is None:
         return ""
-    words = [words for schema in place.variants() if (words := _told(schema, name))]
+    words = [words for schema in place.variants() if (words := _described(schema, name))]
     return cell(", or ".join(dict.fromkeys(words)))
 
 
-def _told(schema: Mapping[str, Any], name: str) -> str:
+def _described(schema: Mapping[str, Any], name: str) -> str:
     if "const" in schema:
         return f"`{json.dumps(schema['const'])}`"
     if choices := schema.get("enum"):
         return ", ".join(f"`{json.dumps(choice)}`" for choice in choices)
     if schema.get("type") == "array":
-        return "list of texts"
+        return "list of strings"
     kind = _UNITS.get(name.rpartition("_")[2]) or _KINDS.get(schema.get("type", ""), "")
     return " ".join(filter(None, [kind, _bounds(schema)]))
 
@@ -87,9 +88,9 @@ def _told(schema: Mapping[str, Any], name: str) -> str:
 def _bounds(schema: Mapping[str, Any]) -> str:
     least, above, most = (schema.get(name) for name in ("minimum", "exclusiveMinimum", "maximum"))
     most = None if most in _WHAT_32_BITS_HOLD else most
-    told = f"from {_number(least)}" if least is not None else f"above {_number(above)}" if above is not None else ""
-    told += f" to {_number(most)}" if most is not None else ""
-    return told + (f"like `{schema['pattern']}`" if "pattern" in schema else "")
+    words = f"from {_number(least)}" if least is not None else f"above {_number(above)}" if above is not None else ""
+    words += f" to {_number(most)}" if most is not None else ""
+    return words + (f"like `{schema['pattern']}`" if "pattern" in schema else "")
 
 
 def _number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""What the code on a page stands in when it is run: see `tests/packaging/snippets.py`."""
+"""Helpers that hidden code on documentation pages imports: see `tests/packaging/snippets.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MEMORY = Settings(store=MemoryStoreSettings(kind="memory"))
 def container_of(
     router: EventRouter, *providers: Provider, settings: Settings = MEMORY, transaction: type | None = None
 ) -> AsyncContainer:
-    """The container of a guarded service."""
+    """Create the container of a guarded service."""
     return make_async_container(
         TelemetryProvider(),
         EventContextProvider(),
@@ -42,12 +42,12 @@ def container_of(
 
 
 async def delivered(container: AsyncContainer, event: BaseEvent) -> list[Outcome[Any]]:
-    """What comes of one delivery: an outcome for each handler."""
+    """Deliver an event once, and return the outcome of each handler."""
     return await (await container.get(EventDispatcher)).dispatch(event)
 
 
 async def produce(servers: str, topic: str, *bodies: str) -> None:
-    """Messages whose header `event_id` is their body, in one partition."""
+    """Produce messages to one partition; the header `event_id` of each is its body."""
     producer = AIOKafkaProducer(bootstrap_servers=servers)
     await producer.start()
     for body in bodies:

@@ -1,14 +1,14 @@
-"""The documentation as a site: `make docs` writes it to `.cache/docs/html/`.
+"""Build the documentation site: `make docs` writes it to `.cache/docs/html/`.
 
-Pages are written for a plain Git host: relative links, also to what stands outside of `docs/`, and index pages that
-are lists of links.  Sphinx sees copies of them, in which
+Pages are written for a Git host: they have relative links, also to files outside `docs/`, and index pages with lists of
+links. Sphinx gets copies of them, in which
 
-- a list of links on an index page is a table of contents as well;
-- a page or a source outside of `docs/` that is linked to has a page of its own below `repository/`;
-- a diagram stands in the page itself, so that it follows the light or dark of the site;
-- comments are left out.
+- a list of links on an index page becomes a table of contents as well;
+- each page or source outside `docs/` that is linked to becomes a page under `repository/`;
+- diagrams are embedded in the page, so that they follow the light or dark theme of the site;
+- comments are removed.
 
-Nothing is fetched, neither to build nor to look.
+Neither building nor viewing the site downloads anything.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tests.packaging.repository import ROOT, files, name_of
 DOCS: Final = ROOT / "docs"
 FOLDER: Final = ROOT / ".cache" / "docs"
 OUTSIDE: Final = "repository"
-"""The folder of the site for what stands outside of `docs/`."""
+"""The folder of the site for files outside `docs/`."""
 
 EVERY_PAGE: Final = "<!-- every page of this folder -->"
-"""Stands on an index page for a list of links that would only repeat the folder."""
+"""Placeholder on an index page for a list of links to all pages of its folder."""
 
 _FENCED: Final = r"^ *(?P<fence>`{3,})[^\n]*\n.*?^ *(?P=fence)$"
 _COMMENT: Final = r"^ *(?P<comment><!--).*?-->\n+"
@@ -47,18 +47,18 @@ _LANGUAGES: Final = {".py": "python", ".toml": "toml", ".lua": "lua", ".sql": "s
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the site: what it is made of, and what it links to."""
+    """A page of the site, and the files that it links to."""
 
     source: Path
     text: str
     wants: frozenset[Path] = frozenset()
-    """Files that need a page as well."""
+    """Files that need a page, too."""
     pictures: frozenset[Path] = frozenset()
-    """Files that go along as they are."""
+    """Files that are copied unchanged."""
 
 
 def place_of(source: Path) -> str:
-    """Where a file of the repository stands among those that Sphinx sees."""
+    """Return the path of a repository file among the sources of Sphinx."""
     if source.is_relative_to(DOCS):
         return source.relative_to(DOCS).as_posix()
     name = f"{OUTSIDE}/{name_of(source)}"
@@ -66,7 +66,7 @@ def place_of(source: Path) -> str:
 
 
 def pages() -> dict[str, Page]:
-    """Every page by its place: those of `docs/`, and whatever these lead to."""
+    """Return each page by its path: those in `docs/`, and all files that they link to."""
     found: dict[str, Page] = {}
     waiting = [file for file in files(".md") if file.is_relative_to(DOCS)]
     while waiting:
@@ -80,7 +80,7 @@ def pages() -> dict[str, Page]:
 def _page(source: Path) -> Page:
     text = source.read_text(encoding="utf-8")
     if source.suffix != ".md":
-        return Page(source, _as_it_stands(source, text))
+        return Page(source, _source_page(source, text))
     wants: set[Path] = set()
     pictures: set[Path] = set()
 
@@ -88,14 +88,14 @@ def _page(source: Path) -> Page:
         if part["comment"]:
             return ""
         if part["image"]:
-            return _drawn(source.parent / part["image"])
+            return _embedded(source.parent / part["image"])
         if not part["target"] or re.match(r"[a-z]+:|#", part["target"]):
             return part[0]
         file, _, anchor = part["target"].partition("#")
         target = (source.parent / file).resolve()
         target = target / "index.md" if target.is_dir() else target
         if not target.exists():
-            return part[0]  # Sphinx says so
+            return part[0]  # Sphinx reports the broken link
         if target.suffix in _PICTURES:
             pictures.add(target)
             return part[0]
@@ -103,26 +103,26 @@ def _page(source: Path) -> Page:
         way = os.path.relpath(place_of(target), Path(place_of(source)).parent)
         return f"{part['words']}({way}{'#' * bool(anchor)}{anchor})"
 
-    text = _PART.sub(rewritten, text.replace(EVERY_PAGE, "\n".join(_pages_beside(source))))
-    # A page from elsewhere need not be in a table of contents: other pages lead to it.
+    text = _PART.sub(rewritten, text.replace(EVERY_PAGE, "\n".join(_pages_next_to(source))))
+    # A page from outside docs/ is reached through links and does not have to be in a table of contents.
     front = "" if source.is_relative_to(DOCS) else "---\norphan: true\n---\n\n"
     return Page(source, front + text + "".join(_contents(source, text)), frozenset(wants), frozenset(pictures))
 
 
-def _pages_beside(index: Path) -> Iterator[str]:
-    """A list of the pages of a folder, by name."""
+def _pages_next_to(index: Path) -> Iterator[str]:
+    """Yield links to the other pages of a folder, sorted by name."""
     for page in sorted(index.parent.glob("*.md")):
         if page != index:
             yield f"- [{title_of(page)}]({page.name})"
 
 
 def title_of(page: Path) -> str:
-    """Its first heading."""
+    """Return the first heading of a page."""
     return page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def _contents(source: Path, text: str) -> Iterator[str]:
-    """What an index page lists, as Sphinx wants it.  The lists of the first page keep their headings."""
+    """Yield the lists of an index page as Sphinx tables of contents. Those of the first page keep their headings."""
     if source.name != "index.md" and source != DOCS / "reference" / "api" / "README.md":
         return
     pieces = _HEADING.split(text)
@@ -133,26 +133,26 @@ def _contents(source: Path, text: str) -> Iterator[str]:
             yield f"\n```{{toctree}}\n:hidden:\n{caption}\n" + "\n".join(listed) + "\n```\n"
 
 
-def _as_it_stands(source: Path, text: str) -> str:
-    """A page for a file that is no page.  It can be read, and is not what a search looks for."""
+def _source_page(source: Path, text: str) -> str:
+    """Return a page that shows a source file. The search ignores it."""
     language = _LANGUAGES.get(source.suffix, "text")
     head = f"---\norphan: true\nnosearch: true\n---\n\n# `{name_of(source)}`"
     return f"{head}\n\n``````{language}\n{text.rstrip()}\n``````\n"
 
 
-def _drawn(image: Path) -> str:
-    """The picture itself, whose dark colors count where the reader has chosen dark, and not where light."""
+def _embedded(image: Path) -> str:
+    """Return the SVG itself, with dark colors that follow the theme the reader has chosen."""
     drawing = _DARK.sub(
         r'@media (prefers-color-scheme: dark) { body:not([data-theme="light"]) .idem \1 }'
         r' body[data-theme="dark"] .idem \1',
         image.read_text(encoding="utf-8"),
     )
-    lines = [line for line in drawing.splitlines() if line.strip()]  # an empty one would end it
+    lines = [line for line in drawing.splitlines() if line.strip()]  # an empty line would end the HTML block
     return '<figure class="diagram">\n' + "\n".join(lines) + "\n</figure>"
 
 
 def prepare(folder: Path) -> None:
-    """Write the pages to `folder`.  A page that has not changed stays as it is, so that Sphinx need not read it."""
+    """Write the pages to `folder`; leave unchanged pages alone, so that Sphinx does not read them again."""
     every = pages()
     made = {place: page.text.encode() for place, page in every.items()}
     made |= {place_of(file): file.read_bytes() for page in every.values() for file in page.pictures}
@@ -165,7 +165,7 @@ def prepare(folder: Path) -> None:
 
 
 def build(folder: Path = FOLDER) -> subprocess.CompletedProcess[str]:
-    """Build the site in `folder`/html; a warning is an error.  What Sphinx says is in `stderr`."""
+    """Build the site in `folder`/html; warnings are errors. `stderr` holds the messages of Sphinx."""
     prepare(folder / "source")
     options = ["--quiet", "--fail-on-warning", "--keep-going", "--nitpicky", "--write-all", "--jobs", "2"]
     places = ["--conf-dir", DOCS, "--doctree-dir", folder / "doctrees", folder / "source", folder / "html"]
@@ -174,12 +174,12 @@ def build(folder: Path = FOLDER) -> subprocess.CompletedProcess[str]:
 
 
 def main() -> None:
-    """Build, say what is wrong or where the site is."""
+    """Build the site, and print its path or the errors."""
     built = build()
     if built.returncode:
-        # Sphinx names the copy; people fix the page itself.
-        said = (built.stdout + built.stderr).replace(f"{FOLDER / 'source' / OUTSIDE}{os.sep}", "")
-        sys.exit(said.replace(str(FOLDER / "source"), "docs"))
+        # Sphinx reports paths of the copies; show those of the originals.
+        messages = (built.stdout + built.stderr).replace(f"{FOLDER / 'source' / OUTSIDE}{os.sep}", "")
+        sys.exit(messages.replace(str(FOLDER / "source"), "docs"))
     print(f"the site is in {(FOLDER / 'html' / 'index.html').relative_to(ROOT)}")
 
 

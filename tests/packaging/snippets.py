@@ -1,19 +1,19 @@
-"""What the documentation shows, block by block, and how each is held to the truth.
+"""Extract the code blocks of the documentation, so that tests can check them.
 
-- `python`: run, those of a page one after the other in one namespace; `await` may stand at the top.  It finds there
-  `folder`, an empty one, and `closing`, an `AsyncExitStack` for what is to be closed behind the page.
+- `python`: run; the blocks of a page share a namespace, and `await` is allowed at the top level. The namespace has
+  `folder`, an empty folder, and `closing`, an `AsyncExitStack` that is closed after the page.
 - `toml`: loaded as settings.
-- `sh`, and `console` behind its prompt: programs, commands, options, modules and targets are there.
-- `sql`: run on a real server.  `yaml`, `json`: read.  `text` is output, pictures, and the files of other programs.
+- `sh`, and `console` after its prompt: the programs, commands, options, modules and make targets must exist.
+- `sql`: run on a real server. `yaml`, `json`: parsed. `text`: output, diagrams and files of other programs.
 
-Markdown has comments, which no reader sees; the pages use two of them:
+The pages use two kinds of Markdown comments, which readers do not see:
 
-    <!-- python                                Python that is not shown: what the code needs, and what comes of it
+    <!-- python                                Python that is not shown: preparations, and assertions on the result
     manager = …
     -->
 
-    <!-- not run: stands in examples/x.py -->  before a block: it is not run here, since it is a part of that file
-    <!-- not run: run by tests/test_x.py -->   the same, since that test reads it off this page
+    <!-- not run: part of examples/x.py -->   before a block that is not run: that file contains it
+    <!-- not run: run by tests/test_x.py -->   before a block that is not run: that test extracts it from the page
 """
 
 from __future__ import annotations
@@ -51,37 +51,37 @@ ELSEWHERE: Final = {
     "source",
     "sqlite3",
 }
-"""Programs that are not ours.  What is typed behind them is their matter."""
+"""Programs of others; their arguments are not checked."""
 NEW: Final = "shop"
-"""What `integr8s-idem new` writes on the pages."""
+"""The application that `integr8s-idem new` creates on the pages."""
 SCAFFOLD: Final = ROOT / "integr8s_idem" / "operations" / "scaffold" / "app"
 _PYTHON: Final = re.compile(r"(?:\.venv/bin/)?python3?")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a page that is in some language; `line` is that of its first line, from 1."""
+    """A code block of a page; `line` is the number of its first line, from 1."""
 
     page: Path
     line: int
     language: str
     text: str
     reason: str = ""
-    """Why it is not run; empty if it is."""
+    """Why the block is not run; empty if it is run."""
     is_hidden: bool = False
-    """Whether readers do not see it."""
+    """Whether the block is a comment that readers do not see."""
 
     def __str__(self) -> str:
         return f"{name_of(self.page)}:{self.line}"
 
 
 def pages() -> Iterator[Path]:
-    """Pages that people write: what is drawn from code shows signatures, and has nothing to run."""
+    """Return the pages that people write; generated API pages only show signatures."""
     return (page for page in files(".md") if "docs/reference/api" not in name_of(page))
 
 
 def blocks(page: Path, language: str = "") -> list[Block]:
-    """The blocks of a page in their order, of one language or of all."""
+    """Return the blocks of a page in order, of one language or of all."""
     return [block for block in _blocks(page) if language in {"", block.language}]
 
 
@@ -100,13 +100,13 @@ def _blocks(page: Path) -> Iterator[Block]:
 
 
 def indented(page: Path) -> list[str]:
-    """Blocks that are set apart by spaces alone, and so do not say what they are in."""
+    """Return indented code blocks, which have no language."""
     text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     return [found["body"] for found in _INDENTED.finditer(text)]
 
 
 def mistakes_in_shell(text: str) -> Iterator[str]:
-    """What is typed and is not there."""
+    """Yield what shell commands refer to and does not exist."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line.removeprefix("$ "), comments=True)
         for command in _commands(words):
@@ -114,7 +114,7 @@ def mistakes_in_shell(text: str) -> Iterator[str]:
 
 
 def _commands(words: list[str]) -> Iterator[list[str]]:
-    """A line's commands, without the variables that are set for them."""
+    """Yield the commands of a line, without leading variable assignments."""
     command: list[str] = []
     for word in [*words, ";"]:
         if word in {"|", "&&", ";", "&"}:
@@ -128,25 +128,25 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
 def _mistakes_of(command: list[str]) -> Iterator[str]:
     program, *rest = command
     if program.removeprefix(".venv/bin/") == reference_commands.PROGRAM:
-        yield from _mistakes_of_ours(rest)
+        yield from _mistakes_of_cli(rest)
     elif _PYTHON.fullmatch(program):
         yield from _mistakes_of_python(rest)
     elif program == "make":
-        yield from (f"make has no target {word}" for word in rest if "=" not in word and word not in targets())
+        yield from (f"unknown make target {word}" for word in rest if "=" not in word and word not in targets())
     elif program == "pip":
-        yield from (f"there is no extra {extra}" for extra in _extras_named(rest) - extras())
+        yield from (f"unknown extra {extra}" for extra in _extras_named(rest) - extras())
     elif program not in ELSEWHERE:
-        yield f"{program} is no program that is known here"
+        yield f"unknown program {program}"
 
 
-def _mistakes_of_ours(words: list[str]) -> Iterator[str]:
+def _mistakes_of_cli(words: list[str]) -> Iterator[str]:
     known = reference_commands.commands()
     name = reference_commands.PROGRAM
     while words and f"{name} {words[0]}" in known:
         name = f"{name} {words.pop(0)}"
     command = known[name]
     if hasattr(command, "commands") and not {"--help", "--version"} & set(words):
-        yield f"{name} has no command {words[0] if words else 'of its own'}"
+        yield f"{name} has no command {words[0] if words else '(none given)'}"
         return
     allowed = reference_commands.options(command)
     yield from (
@@ -157,27 +157,27 @@ def _mistakes_of_ours(words: list[str]) -> Iterator[str]:
 def _mistakes_of_python(words: list[str]) -> Iterator[str]:
     match words:
         case ["-m", "integr8s_idem", *rest]:
-            yield from _mistakes_of_ours(rest)
+            yield from _mistakes_of_cli(rest)
         case ["-m", module, *_] if module.startswith(f"{NEW}."):
             if not (SCAFFOLD / f"{module.removeprefix(f'{NEW}.')}.py.tmpl").exists():
-                yield f"integr8s-idem new writes no {module}"
+                yield f"integr8s-idem new does not create {module}"
         case ["-m", module, *_]:
             if importlib.util.find_spec(module) is None:
-                yield f"there is no module {module}"
+                yield f"module {module} not found"
         case [file, *_] if file.endswith(".py"):
             if not (ROOT / file).exists():
-                yield f"there is no file {file}"
+                yield f"file {file} not found"
         case _:
-            yield f"python {' '.join(words)} is not understood"
+            yield f"unsupported arguments: python {' '.join(words)}"
 
 
 def targets() -> set[str]:
-    """What `make` can make."""
+    """Return the targets of the Makefile."""
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def extras() -> set[str]:
-    """The extras of the package."""
+    """Return the extras of the package."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     section = text[text.index("[project.optional-dependencies]") : text.index("[project.scripts]")]
     return set(re.findall(r"^([a-z-]+) = ", section, re.MULTILINE))

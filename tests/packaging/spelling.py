@@ -1,7 +1,7 @@
-"""The spelling of what people read: `python -m tests.packaging.spelling`, a part of `make check`.
+"""Check the spelling: `python -m tests.packaging.spelling`, part of `make check`.
 
-codespell looks for slips everywhere, names in code included.  American words in place of British ones are asked for in
-prose alone: pages without their code, comments and docstrings.  A name in code is as its library spells it.
+codespell looks for misspellings everywhere, including names in code. British words are reported in prose only: in
+comments, docstrings and pages without their code. Names in code follow the spelling of their libraries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TEXTS: Final = (".md", ".py", ".lua", ".sql", ".toml", ".yaml", ".yml", ".svg",
 _WORD: Final = re.compile(r"[A-Za-z]+")
 _TARGET: Final = re.compile(r"\]\([^)]*\)")
 _AS_IT_IS: Final = re.compile(r"`[^`]*`|\S*[_/.:@=]\S+|\w+\(\S*|\"[^\"]*\"")
-"""Code, paths, addresses, names with a dot, and what is quoted: not ours to spell."""
+"""Code, paths, addresses, dotted names and quotations, which are not checked."""
 
 AMERICAN_TOO: Final = {
     "cancelled",  # asyncio's CancelledError
@@ -35,12 +35,12 @@ AMERICAN_TOO: Final = {
     "storey",
     "storeys",
 }
-"""Words that codespell's list takes for British, and that are right here."""
+"""Words that codespell lists as British, and that are correct here."""
 
 
 @dataclass(frozen=True)
 class Slip:
-    """A word that is spelled otherwise here."""
+    """A word in British spelling."""
 
     place: str
     word: str
@@ -52,19 +52,19 @@ class Slip:
 
 @cache
 def british() -> Mapping[str, str]:
-    """British words in lower case, and what the Americans write."""
+    """Map British words in lower case to the American ones."""
     return {word: american for word, american in listed().items() if word not in AMERICAN_TOO}
 
 
 def listed() -> Mapping[str, str]:
-    """codespell's own list."""
+    """Return the list of codespell."""
     data = importlib.resources.files("codespell_lib") / "data" / "dictionary_en-GB_to_en-US.txt"
     pairs = (line.partition("->") for line in data.read_text(encoding="utf-8").splitlines())
     return {word: others.split(",")[0].strip() for word, _, others in pairs}
 
 
 def slips(name: str, prose: Iterable[tuple[int, str]]) -> Iterator[Slip]:
-    """British words in lines of prose, each with its number."""
+    """Yield the British words in numbered lines of prose."""
     for number, line in prose:
         for word in _WORD.findall(_AS_IT_IS.sub(" ", _TARGET.sub("] ", line))):
             if (american := british().get(word.lower())) is not None:
@@ -72,7 +72,7 @@ def slips(name: str, prose: Iterable[tuple[int, str]]) -> Iterator[Slip]:
 
 
 def prose_of(file: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file that are written for people; none for files of other kinds."""
+    """Yield the lines of prose in a page or Python file; none for other files."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
         yield from prose_lines(text)
@@ -94,23 +94,23 @@ def _docstrings(source: str) -> Iterator[tuple[int, str]]:
                 yield from enumerate(text.splitlines(), node.lineno)
 
 
-def misspelt(*paths: Path) -> str:
-    """What codespell says of files; `[tool.codespell]` in pyproject.toml says what it lets pass."""
+def misspellings(*paths: Path) -> str:
+    """Return the output of codespell for the files; `[tool.codespell]` in pyproject.toml configures it."""
     command = [sys.executable, "-m", "codespell_lib", "--toml", str(ROOT / "pyproject.toml"), *map(str, paths)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return ran.stdout + ran.stderr
 
 
 def main() -> None:
-    """Print file:line: what is wrong, and exit with 1 if anything is."""
-    said = misspelt(*(file for suffix in _TEXTS for file in files(suffix))).replace(f"{ROOT}/", "")
+    """Print each finding with its file and line; exit with status 1 if there are any."""
+    output = misspellings(*(file for suffix in _TEXTS for file in files(suffix))).replace(f"{ROOT}/", "")
     found = [
         slip for suffix in (".md", ".py") for file in files(suffix) for slip in slips(name_of(file), prose_of(file))
     ]
     for slip in found:
         print(slip)
-    print(said, end="")
-    if found or said:
+    print(output, end="")
+    if found or output:
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""The pages say what was measured."""
+"""The pages show the results of the benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import transactions
 from benchmarks.__main__ import kept
-from benchmarks.cost_tables import STAGES as TOLD_STAGES
+from benchmarks.cost_tables import STAGES as LISTED_STAGES
 from benchmarks.costs import STAGES
 from benchmarks.deployments import foretold, known_costs
 from benchmarks.flames import flame_graph
@@ -25,54 +25,56 @@ from tests.packaging.repository import ROOT, name_of
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_tables_are_those_of_the_results(page: Path) -> None:
+def test_the_tables_of_a_page_match_the_results(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == filled(page.read_text(encoding="utf-8"), all_tables())
 
 
 def test_every_kind_of_store_was_measured() -> None:
-    told = json.loads(RESULTS.read_text(encoding="utf-8"))
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
 
-    assert {name.partition(".")[0] for name in told} - {"machine", "version"} == set(KINDS)
+    assert {name.partition(".")[0] for name in results} - {"machine", "version"} == set(KINDS)
 
 
-def test_every_target_and_every_ratio_has_a_question() -> None:
+def test_every_target_and_ratio_has_a_benchmark() -> None:
     assert sorted(KEYS) == sorted([*TARGETS, *RATIOS])
 
 
 @pytest.mark.parametrize("key", TARGETS)
 def test_every_figure_is_the_median_of_five_rounds_or_more(key: str) -> None:
-    told = json.loads(LATEST.read_text(encoding="utf-8"))
+    results = json.loads(LATEST.read_text(encoding="utf-8"))
 
-    assert told[f"{key}.min"] <= told[key] <= told[f"{key}.max"]
-    assert told.get(f"{key}.rounds", told.get(f"{key}.records")) >= 5
-
-
-def test_of_every_figure_that_is_missed_it_is_told_what_the_limit_is() -> None:
-    told = json.loads(LATEST.read_text(encoding="utf-8"))
-
-    assert [key for key in missed(told) if not TARGETS[key].limit] == []
+    assert results[f"{key}.min"] <= results[key] <= results[f"{key}.max"]
+    assert results.get(f"{key}.rounds", results.get(f"{key}.records")) >= 5
 
 
-def test_limits_stand_below_the_figures_that_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = json.loads(LATEST.read_text(encoding="utf-8")) | {"growth_2m": 0.5, "sql_inbox": 0.9}
+def test_every_missed_target_states_its_limit() -> None:
+    results = json.loads(LATEST.read_text(encoding="utf-8"))
+
+    assert [key for key in missed(results) if not TARGETS[key].limit] == []
+
+
+def test_limits_are_listed_below_missed_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = json.loads(LATEST.read_text(encoding="utf-8")) | {"growth_2m": 0.5, "sql_inbox": 0.9}
     limited = {key: Target("it", TARGETS[key].bound, limit=f"why {key}") for key in ("growth_2m", "sql_inbox")}
     monkeypatch.setattr("benchmarks.tables.TARGETS", limited)
 
-    assert latest_tables(told)["figures"].endswith("|\n\n- `growth_2m`: why growth_2m")
+    assert latest_tables(results)["figures"].endswith("|\n\n- `growth_2m`: why growth_2m")
 
 
-def test_each_question_tells_its_server_and_when_it_was_asked() -> None:
-    told = {
+def test_each_benchmark_reports_its_server_and_time() -> None:
+    results = {
         "kafka.server": "Apache Kafka 4.1.0",
         "kafka.rounds": 7,
         "kafka.turn_seconds": 1.0,
         "kafka.measured_at": "now",
     }
 
-    assert "| `kafka.py` | Apache Kafka 4.1.0 | 7 | 1.0 | now |" in latest_tables(machine() | told)["figures-servers"]
+    assert (
+        "| `kafka.py` | Apache Kafka 4.1.0 | 7 | 1.0 | now |" in latest_tables(machine() | results)["figures-servers"]
+    )
 
 
-def test_numbers_of_another_machine_are_not_added_to(tmp_path: Path) -> None:
+def test_results_of_another_machine_are_not_extended(tmp_path: Path) -> None:
     file = tmp_path / "latest.json"
     file.write_text(json.dumps({"machine.cpu": "another", "growth_2m": 1.0}), encoding="utf-8")
 
@@ -81,71 +83,71 @@ def test_numbers_of_another_machine_are_not_added_to(tmp_path: Path) -> None:
     assert kept(file, {"machine.cpu": "another"})["growth_2m"] == 1.0
 
 
-def test_without_costs_nothing_is_foretold_and_it_is_told_what_to_run() -> None:
+def test_a_prediction_without_costs_names_the_command_that_measures_them() -> None:
     with pytest.raises(SystemExit, match="--only costs --json FILE"):
         known_costs({"cost.whole_us": 1.0})
 
 
-def test_what_each_contestant_promises_stands_beside_its_numbers() -> None:
-    told = json.loads(LATEST.read_text(encoding="utf-8"))
+def test_every_measured_contestant_has_a_documented_guarantee() -> None:
+    results = json.loads(LATEST.read_text(encoding="utf-8"))
 
-    assert {name.split(".")[2] for name in told if name.startswith("contest.")} <= set(GUARANTEES)
+    assert {name.split(".")[2] for name in results if name.startswith("contest.")} <= set(GUARANTEES)
 
 
-def test_of_whoever_writes_a_transaction_it_is_told_what_he_promises() -> None:
+def test_every_transaction_contestant_has_a_documented_guarantee() -> None:
     assert transactions.contestants(*[Mock()] * 4).keys() <= GUARANTEES.keys()
 
 
-def test_nobody_takes_part_of_whom_is_not_told_what_he_promises() -> None:
+def test_a_contestant_without_a_documented_guarantee_is_rejected() -> None:
     with pytest.raises(ValueError, match="does not say what somebody promise"):
         Comparison("here", {"somebody": AsyncMock()}, {})
 
 
-class Placing:
-    """Answers the second order of a name with `second`."""
+class OrderService:
+    """Returns or raises `second` for the second order."""
 
     def __init__(self, second: object) -> None:
         self.order = AsyncMock(side_effect=[None, second])
 
 
 @pytest.mark.parametrize("second", [transactions.RECEIPT, transactions.RefusedError("known")])
-async def test_who_answers_as_before_or_refuses_blocks_what_comes_twice(second: object) -> None:
-    await transactions.blocks_twice(Placing(second), "order")
+async def test_the_same_answer_or_a_refusal_counts_as_a_blocked_duplicate(second: object) -> None:
+    await transactions.blocks_twice(OrderService(second), "order")
 
 
-@pytest.mark.parametrize("second", [None, AssertionError("a row of this name is there")])
-async def test_who_does_neither_does_not_block_it(second: object) -> None:
+@pytest.mark.parametrize("second", [None, AssertionError("a row with this name exists")])
+async def test_another_answer_or_error_does_not_count_as_a_blocked_duplicate(second: object) -> None:
     with pytest.raises(AssertionError):
-        await transactions.blocks_twice(Placing(second), "order")
+        await transactions.blocks_twice(OrderService(second), "order")
 
 
-def test_with_one_figure_only_who_makes_it_takes_part_and_with_a_question_everybody() -> None:
-    everybody = dict.fromkeys(transactions.contestants(*[Mock()] * 4), AsyncMock())
-    comparison = Comparison("inbox", everybody, transactions.FIGURES)
+def test_one_figure_selects_its_contestants_and_a_benchmark_selects_all() -> None:
+    contestants = dict.fromkeys(transactions.contestants(*[Mock()] * 4), AsyncMock())
+    comparison = Comparison("inbox", contestants, transactions.FIGURES)
 
-    one, whole = (Options(only=frozenset({name})).of("transactions") for name in ("sql_inbox", "transactions"))
+    figure, benchmark = (Options(only=frozenset({name})).of("transactions") for name in ("sql_inbox", "transactions"))
 
-    assert comparison.chosen(one)[0].keys() == {"guarded_core", "bare"}
-    assert comparison.chosen(whole) == (everybody, transactions.FIGURES)
-
-
-def test_every_stage_is_told_and_stands_in_the_results_by_five_rounds_or_more() -> None:
-    told = json.loads(LATEST.read_text(encoding="utf-8"))
-
-    assert tuple(TOLD_STAGES) == STAGES
-    assert all(told[f"cost.{name}_us.rounds"] >= 5 for name in (*STAGES, "sum", "whole", "residue"))
+    assert comparison.chosen(figure)[0].keys() == {"guarded_core", "bare"}
+    assert comparison.chosen(benchmark) == (contestants, transactions.FIGURES)
 
 
-def test_two_workers_are_foretold_twice_the_rate_of_one_until_something_is_full() -> None:
+def test_every_stage_is_listed_and_was_measured_in_five_rounds_or_more() -> None:
+    results = json.loads(LATEST.read_text(encoding="utf-8"))
+
+    assert tuple(LISTED_STAGES) == STAGES
+    assert all(results[f"cost.{name}_us.rounds"] >= 5 for name in (*STAGES, "sum", "whole", "residue"))
+
+
+def test_the_predicted_rate_doubles_with_two_workers_until_a_resource_is_saturated() -> None:
     costs = {"cost.whole_us": 100.0, "cost.redis_us": 20.0, "cost.broker_us": 5.0}
 
     assert foretold(costs, 1, 8) == 10_000
     assert foretold(costs, 2, 8) == 20_000
-    assert foretold(costs, 8, 16) == 50_000  # Redis has one processor
-    assert foretold(costs, 2, 2) == 16_000  # all share two
+    assert foretold(costs, 8, 16) == 50_000  # Redis uses one processor
+    assert foretold(costs, 2, 2) == 16_000  # workers and servers share two processors
 
 
-def test_the_flame_graph_is_small_and_tells_nothing_of_the_machine_it_was_made_on() -> None:
+def test_the_flame_graph_is_small_and_does_not_contain_paths_of_the_machine() -> None:
     drawn = GRAPH.read_text(encoding="utf-8")
 
     assert len(drawn) < 500_000
@@ -155,13 +157,13 @@ def test_the_flame_graph_is_small_and_tells_nothing_of_the_machine_it_was_made_o
     assert "site-packages" not in drawn
 
 
-def test_frames_are_named_by_what_one_would_import_and_imports_are_left_out() -> None:
-    looked = "<module> (/x/lib/python3.11/site-packages/uvloop/__init__.py:5);"
+def test_frames_are_named_by_importable_paths_and_imports_are_omitted() -> None:
+    importing = "<module> (/x/lib/python3.11/site-packages/uvloop/__init__.py:5);"
     raw = "\n".join(
         [
-            f"{looked}poll (/x/lib/python3.11/site-packages/aiokafka/consumer.py:7) 3",
-            f"{looked}poll ({ROOT}/integr8s_idem/worker/poller.py:1) 2",
-            f"{looked}poll (aiokafka/consumer.py:9) 1",
+            f"{importing}poll (/x/lib/python3.11/site-packages/aiokafka/consumer.py:7) 3",
+            f"{importing}poll ({ROOT}/integr8s_idem/worker/poller.py:1) 2",
+            f"{importing}poll (aiokafka/consumer.py:9) 1",
             "_find_and_load (<frozen importlib._bootstrap>:1) 9",
         ]
     )
@@ -169,7 +171,7 @@ def test_frames_are_named_by_what_one_would_import_and_imports_are_left_out() ->
     assert stacks(raw) == {("poll (aiokafka/consumer.py)",): 4, ("poll (integr8s_idem/worker/poller.py)",): 2}
 
 
-def test_a_flame_is_as_wide_as_its_share_and_names_its_function() -> None:
+def test_a_frame_shows_its_function_and_share() -> None:
     drawn = flame_graph("A & B", stacks("outer (a.py:1);inner (b.py:2) 3\nouter (a.py:1) 1"))
 
     assert "A &amp; B" in drawn

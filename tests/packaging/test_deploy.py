@@ -1,4 +1,4 @@
-"""Dashboard, alerts, compose files and image, as they stand in the repository."""
+"""Dashboard, alerts, compose files and image."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def needs(program: str) -> None:
         pytest.skip(why)
 
 
-# The dashboard.
+# Dashboard
 
 
-def test_the_dashboard_is_what_its_panels_say() -> None:
+def test_the_dashboard_file_matches_its_source() -> None:
     assert dashboard.FILE.read_text(encoding="utf-8") == dashboard.text()
 
 
-def test_no_panel_lies_on_another_one_or_beside_the_grid() -> None:
+def test_panels_do_not_overlap_and_stay_inside_the_grid() -> None:
     places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
 
     assert [place for place in places if place["x"] + place["w"] > dashboard.WIDTH] == []
@@ -59,7 +59,7 @@ def test_no_panel_lies_on_another_one_or_beside_the_grid() -> None:
         assert beside or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"], (one, other)
 
 
-def test_panels_are_told_apart_and_ask_the_chosen_source() -> None:
+def test_panels_have_unique_ids_and_query_the_selected_source() -> None:
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     sources = [panel["datasource"] for panel in panels(DASHBOARD)]
     sources += [target["datasource"] for panel in panels(DASHBOARD) for target in panel["targets"]]
@@ -69,19 +69,19 @@ def test_panels_are_told_apart_and_ask_the_chosen_source() -> None:
     assert [variable["name"] for variable in DASHBOARD["templating"]["list"]] == ["datasource", "service", "instance"]
 
 
-def test_each_panel_says_what_to_do_and_names_alerts_and_pages_that_are_there() -> None:
+def test_each_panel_description_names_existing_alerts_and_pages() -> None:
     for panel in panels(DASHBOARD):
-        told = panel["description"]
-        assert len(told) > 60, panel["title"]
-        assert set(re.findall(r"\bIdempotency[A-Z]\w+", told)) <= NAMES, panel["title"]
-        for page in re.findall(r"(?:docs|deploy)/[\w/-]+\.(?:md|yml)", told):
+        description = panel["description"]
+        assert len(description) > 60, panel["title"]
+        assert set(re.findall(r"\bIdempotency[A-Z]\w+", description)) <= NAMES, panel["title"]
+        for page in re.findall(r"(?:docs|deploy)/[\w/-]+\.(?:md|yml)", description):
             assert (ROOT / page).exists(), panel["title"]
 
 
-# The alerts.
+# Alerts
 
 
-def test_every_alert_says_how_bad_it_is_and_where_its_answer_stands() -> None:
+def test_every_alert_has_a_severity_and_links_to_its_runbook() -> None:
     for rule in RULES:
         if "alert" in rule:
             assert rule["labels"].keys() == {"severity"}, rule["alert"]
@@ -98,27 +98,27 @@ def test_every_alert_has_a_section_and_every_section_an_alert() -> None:
     assert {name.lower() for name in NAMES} <= anchors(page)
 
 
-def test_what_the_guarantees_tell_to_watch_is_watched() -> None:
+def test_every_metric_to_watch_has_an_alert() -> None:
     page = (ROOT / "docs" / "explanation" / "guarantees.md").read_text(encoding="utf-8")
-    told = set(re.findall(r"`(idempotency_\w+)`", page[page.index("## What to watch") :]))
-    # Which level is bad is the deployment's to know: a number that grows, and tells nothing by itself.
+    watched = set(re.findall(r"`(idempotency_\w+)`", page[page.index("## What to watch") :]))
+    # The acceptable rate depends on the deployment.
     quiet = {"idempotency_records_purged_total", "idempotency_steps_orphaned_total"}
-    # Counts one by one what IdempotencyDeadLetters counts by reason.
+    # IdempotencyDeadLetters includes these by reason.
     quiet |= {"idempotency_undecodable_messages_total", "idempotency_stale_completions_total"}
-    # Anybody who may publish can make it move: it changes nothing, and is no reason to wake somebody.
+    # Anybody who can publish can increment it; no work is affected, so nobody has to be woken.
     quiet |= {"idempotency_replays_refused_total"}
 
-    assert {name for name in told if not any(name in rule["expr"] for rule in RULES)} == quiet
+    assert {name for name in watched if not any(name in rule["expr"] for rule in RULES)} == quiet
 
 
-def test_promtool_takes_the_rules_and_finds_every_alert_as_its_tests_say() -> None:
+def test_promtool_accepts_the_rules_and_their_tests_pass() -> None:
     needs("promtool")
 
     check_rules(ALERTS)
     run_rule_tests(ALERTS.with_name("alerts_test.yml"))
 
 
-def test_every_alert_is_tested_to_fire_and_to_be_silent() -> None:
+def test_every_alert_is_tested_both_firing_and_silent() -> None:
     tests = read(ALERTS.with_name("alerts_test.yml"))["tests"]
     asked = [
         (re.findall(r'alertname="(\w+)"', check["expr"]), bool(check["exp_samples"]))
@@ -130,12 +130,12 @@ def test_every_alert_is_tested_to_fire_and_to_be_silent() -> None:
     assert {name for names, fires in asked if not fires for name in names} == NAMES
 
 
-def test_promtool_reads_the_jobs_and_both_are_called_what_the_alerts_ask_for(tmp_path: Path) -> None:
+def test_promtool_accepts_the_scrape_jobs_and_the_alerts_use_their_name(tmp_path: Path) -> None:
     needs("promtool")
     on_kubernetes = read(DEPLOY / "prometheus" / "kubernetes.yml")
     (job,) = on_kubernetes["scrape_configs"]
     (other,) = read(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]
-    # Debian's Prometheus is built without the discovery of pods: all the rest of the job is read.
+    # Debian's Prometheus is built without Kubernetes service discovery; the rest of the job is checked.
     assert job.pop("kubernetes_sd_configs") == [{"role": "pod", "namespaces": {"names": ["integr8s"]}}]
     (tmp_path / "alerts.yml").write_bytes(ALERTS.read_bytes())
     (tmp_path / "kubernetes.yml").write_text(yaml.safe_dump(on_kubernetes), encoding="utf-8")
@@ -146,7 +146,7 @@ def test_promtool_reads_the_jobs_and_both_are_called_what_the_alerts_ask_for(tmp
     assert {job["job_name"], other["job_name"]} == jobs == {"integr8s-idem"}
 
 
-def test_the_page_makes_an_object_of_the_rules(tmp_path: Path) -> None:
+def test_the_script_of_the_page_creates_a_prometheus_rule(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "how-to" / "set-up-dashboards.md").read_text(encoding="utf-8")
     script = re.search(r"```sh\n(.*?)```", page, re.DOTALL)
     assert script is not None
@@ -159,7 +159,7 @@ def test_the_page_makes_an_object_of_the_rules(tmp_path: Path) -> None:
     assert made["spec"] == read(ALERTS)
 
 
-def test_the_settings_of_the_page_hold_no_mistake(tmp_path: Path) -> None:
+def test_the_settings_on_the_dashboard_page_are_valid(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "how-to" / "set-up-dashboards.md").read_text(encoding="utf-8")
     file = tmp_path / "settings.toml"
     (settings,) = code_blocks(page, "toml")
@@ -168,7 +168,7 @@ def test_the_settings_of_the_page_hold_no_mistake(tmp_path: Path) -> None:
     assert load_settings(file).telemetry.metrics_host == "0.0.0.0"
 
 
-# The compose files.
+# Compose files
 
 
 def services() -> dict[str, Any]:
@@ -177,7 +177,7 @@ def services() -> dict[str, Any]:
     parts = [(file, found), *((file.parent / name, read(file.parent / name)) for name in found["include"])]
     merged: dict[str, Any] = {}
     for path, part in parts:
-        assert not merged.keys() & part["services"].keys(), "compose refuses a service that is told twice"
+        assert not merged.keys() & part["services"].keys(), "compose rejects a service that is defined twice"
         assert {name for service in part["services"].values() for name in named_volumes(service)} == set(
             part["volumes"]
         )
@@ -189,11 +189,11 @@ def named_volumes(service: dict[str, Any]) -> list[str]:
     return [volume.split(":")[0] for volume in service.get("volumes", []) if not volume.startswith(".")]
 
 
-def test_compose_has_all_that_a_worker_needs_and_what_watches_it() -> None:
+def test_compose_has_the_servers_of_a_worker_and_its_monitoring() -> None:
     assert services().keys() == {"kafka", "redis", "postgres", "prometheus", "grafana"}
 
 
-def test_what_compose_starts_is_pinned_watched_and_on_loopback_ports() -> None:
+def test_compose_services_are_pinned_have_health_checks_and_loopback_ports() -> None:
     for name, service in services().items():
         assert re.search(r":v?\d+\.\d+(\.\d+)?$", service["image"]), name
         assert service["healthcheck"]["test"], name
@@ -201,7 +201,7 @@ def test_what_compose_starts_is_pinned_watched_and_on_loopback_ports() -> None:
         assert [port for port in service["ports"] if not re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port)] == [], name
 
 
-def test_what_compose_mounts_is_there_and_read_only() -> None:
+def test_compose_mounts_existing_files_read_only() -> None:
     mounted = [
         (service["file"].parent / volume.split(":")[0], volume)
         for service in services().values()
@@ -213,7 +213,7 @@ def test_what_compose_mounts_is_there_and_read_only() -> None:
     assert [volume for path, volume in mounted if not path.exists() or not volume.endswith(":ro")] == []
 
 
-def test_the_settings_beside_compose_lead_to_its_servers() -> None:
+def test_the_compose_settings_connect_to_its_servers() -> None:
     settings = load_settings(COMPOSE / "settings.toml", PlatformSettings)
     published = {name: service["ports"][0].split(":")[1] for name, service in services().items()}
     postgres = services()["postgres"]["environment"]
@@ -243,7 +243,7 @@ def test_grafana_finds_the_dashboard_and_prometheus() -> None:
     assert source["jsonData"]["timeInterval"] == scraping["scrape_interval"]
 
 
-# The image.
+# Image
 
 
 def instructions() -> list[list[str]]:
@@ -252,22 +252,22 @@ def instructions() -> list[list[str]]:
 
 
 def copied() -> list[str]:
-    """What the Dockerfile takes from the checkout."""
+    """Return the paths that the Dockerfile copies from the checkout."""
     lines = [shlex.split(rest) for word, rest in instructions() if word == "COPY" and "--from" not in rest]
     return [source for line in lines for source in line[:-1]]
 
 
-def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+def test_hadolint_reports_nothing_for_the_dockerfile() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():
-        pytest.skip("no hadolint for this system")
+        pytest.skip("hadolint is not available for this system")
 
     ran = subprocess.run([hadolint, "--no-color", str(DOCKERFILE)], capture_output=True, text=True, timeout=60)
 
     assert (ran.returncode, ran.stdout) == (0, "")
 
 
-def test_what_the_dockerfile_copies_is_there_and_sent_to_the_builder() -> None:
+def test_the_dockerfile_copies_existing_files_that_are_in_the_build_context() -> None:
     lines = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     sent = [line.removeprefix("!") for line in lines if line.startswith("!")]
 
@@ -277,7 +277,7 @@ def test_what_the_dockerfile_copies_is_there_and_sent_to_the_builder() -> None:
     assert "*" in lines
 
 
-def test_the_image_runs_the_platform_as_a_user_who_is_not_root() -> None:
+def test_the_image_runs_the_platform_as_a_non_root_user() -> None:
     said = {word: rest for word, rest in instructions() if word in ("ENTRYPOINT", "CMD", "USER", "EXPOSE")}
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
 
@@ -288,8 +288,8 @@ def test_the_image_runs_the_platform_as_a_user_who_is_not_root() -> None:
     assert said["EXPOSE"] == str(load_settings(COMPOSE / "settings.toml", PlatformSettings).telemetry.metrics_port)
 
 
-def test_the_wheel_can_be_built_from_what_is_copied_for_it() -> None:
-    """As its own metadata ask: files that the build reads and that are not there would end it."""
+def test_the_files_copied_for_the_wheel_are_enough_to_build_it() -> None:
+    """The build fails if files that the metadata names are missing."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     first_stage = copied()[: copied().index("services")]
 

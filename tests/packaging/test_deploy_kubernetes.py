@@ -1,4 +1,4 @@
-"""The manifests: as Kubernetes' published schemas want them, and as the code says."""
+"""The Kubernetes manifests match the published schemas and the code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILES = [
     if file.name != "kustomization.yaml" and file.name != "prometheus-adapter.yaml"  # values of a chart
 ]
 OF_OTHERS = {"ScaledObject", "PodMonitor"}
-"""Kinds that KEDA and the Prometheus operator bring: Kubernetes publishes no schema of them."""
+"""Custom resources of KEDA and the Prometheus operator, for which Kubernetes does not publish schemas."""
 SERVICES = ["coordinator", "k8s-worker", "result-processor", "saga-orchestrator"]
 SETTINGS = load_settings(BASE / "settings.toml", PlatformSettings)
 PAGE = (ROOT / "docs" / "how-to" / "deploy-on-kubernetes.md").read_text(encoding="utf-8")
@@ -68,19 +68,19 @@ def container(name: str) -> dict[str, Any]:
 
 
 def validate(found: dict[str, Any]) -> None:
-    """Raises `published.ValidationError`."""
+    """Raise `published.ValidationError` for an invalid object."""
     published.validate(found, published.latest_version(), strict=True)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(FOLDER)))
-def test_kubernetes_would_take_it(file: Path) -> None:
+def test_manifests_match_the_schemas_of_kubernetes(file: Path) -> None:
     for found in objects(file):
         assert found["kind"] == "Namespace" or found["metadata"]["namespace"] in ("integr8s", "executions")
         if found["kind"] not in OF_OTHERS:
             validate(found)
 
 
-def test_a_word_that_kubernetes_does_not_know_would_be_found() -> None:
+def test_an_unknown_field_in_a_manifest_is_rejected() -> None:
     wrong = deepcopy(deployment("coordinator"))
     wrong["spec"]["template"]["spec"]["terminationGraceSeconds"] = 90
 
@@ -88,7 +88,7 @@ def test_a_word_that_kubernetes_does_not_know_would_be_found() -> None:
         validate(wrong)
 
 
-def test_every_service_of_the_platform_has_a_deployment_and_may_lose_one_pod_at_a_time() -> None:
+def test_every_service_has_a_deployment_and_a_disruption_budget_of_one_pod() -> None:
     assert sorted(platform.services) == SERVICES
     assert sorted(of_kind("Deployment")) == sorted(of_kind("PodDisruptionBudget")) == SERVICES
     for name, budget in of_kind("PodDisruptionBudget").items():
@@ -96,7 +96,7 @@ def test_every_service_of_the_platform_has_a_deployment_and_may_lose_one_pod_at_
         assert budget["spec"]["selector"] == deployment(name)["spec"]["selector"]
 
 
-def test_deployments_differ_by_name_and_account_alone() -> None:
+def test_deployments_differ_only_in_name_and_service_account() -> None:
     def plain(name: str) -> str:
         file = (BASE / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[2]
         own = {"serviceAccountName: k8s-worker": "serviceAccountName: worker"} if name == "k8s-worker" else {}
@@ -110,7 +110,7 @@ def test_deployments_differ_by_name_and_account_alone() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_pod_runs_its_service_with_the_settings_it_gets(name: str) -> None:
+def test_a_pod_runs_its_service_with_the_mounted_settings(name: str) -> None:
     found = container(name)
     mounts = {mount["name"]: mount["mountPath"] for mount in found["volumeMounts"]}
 
@@ -122,7 +122,7 @@ def test_a_pod_runs_its_service_with_the_settings_it_gets(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_probes_ask_where_the_settings_let_the_worker_listen(name: str) -> None:
+def test_probes_use_the_port_that_the_worker_listens_on(name: str) -> None:
     found = container(name)
     probes = {kind: found[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
 
@@ -136,7 +136,7 @@ def test_probes_ask_where_the_settings_let_the_worker_listen(name: str) -> None:
 
 
 def draining() -> dict[str, float]:
-    """What each step of a shutdown may take, by the settings of the ConfigMap, as the page adds it up."""
+    """Return the maximum seconds of each shutdown step with the settings of the ConfigMap, as listed on the page."""
     request = SETTINGS.kafka.request_timeout_seconds
     return {
         "running handlers": max(SETTINGS.service(name).drain_timeout_seconds for name in SERVICES),
@@ -149,9 +149,9 @@ def draining() -> dict[str, float]:
     }
 
 
-def test_a_pod_has_more_time_to_end_than_its_worker_needs_and_the_page_says_how_much() -> None:
-    told = re.findall(r"^\| (.+) \| (\d+) \|$", PAGE[PAGE.index("## Stopping") :], re.MULTILINE)
-    steps, (_, together) = told[:-1], told[-1]
+def test_the_grace_period_of_a_pod_exceeds_the_documented_shutdown_time() -> None:
+    rows = re.findall(r"^\| (.+) \| (\d+) \|$", PAGE[PAGE.index("## Stopping") :], re.MULTILINE)
+    steps, (_, together) = rows[:-1], rows[-1]
 
     assert [float(seconds) for _, seconds in steps] == list(draining().values())
     for (step, _), meant in zip(steps, draining(), strict=True):
@@ -162,12 +162,12 @@ def test_a_pod_has_more_time_to_end_than_its_worker_needs_and_the_page_says_how_
         assert f"is {pod(name)['terminationGracePeriodSeconds']}, more than" in PAGE
 
 
-def test_the_defaults_drain_in_that_time_too() -> None:
+def test_the_default_drain_timeout_is_used() -> None:
     assert draining()["running handlers"] == ServiceSettings().drain_timeout_seconds
 
 
 @pytest.mark.parametrize("template", [*of_kind("Deployment").values(), *of_kind("Job").values()])
-def test_pods_may_run_where_the_restricted_standard_is_enforced(template: dict[str, Any]) -> None:
+def test_pods_comply_with_the_restricted_pod_security_standard(template: dict[str, Any]) -> None:
     found = template["spec"]["template"]["spec"]
     (inner,) = found["containers"]
 
@@ -191,7 +191,7 @@ def test_pods_run_as_the_user_of_the_image() -> None:
         assert f"\nUSER {context['runAsUser']}:{context['runAsGroup']}\n" in dockerfile
 
 
-def test_only_the_k8s_worker_may_talk_to_the_cluster_and_only_to_run_scripts() -> None:
+def test_only_the_k8s_worker_may_call_the_cluster_and_only_to_run_scripts() -> None:
     (role,), (binding,) = of_kind("Role").values(), of_kind("RoleBinding").values()
     rights = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
 
@@ -212,7 +212,7 @@ def topics() -> dict[str, str]:
     return {variable["name"]: variable["value"] for variable in inner["env"]}
 
 
-def test_the_job_makes_the_topics_of_all_events_as_the_settings_expect_them() -> None:
+def test_the_job_creates_all_topics_as_the_settings_require() -> None:
     types = {
         kind.model_fields["event_type"].default
         for kind in vars(events).values()
@@ -226,7 +226,7 @@ def test_the_job_makes_the_topics_of_all_events_as_the_settings_expect_them() ->
     assert int(topics()["RETENTION_MS"]) / 1000 < SETTINGS.idempotency.default_ttl_seconds
 
 
-def test_no_service_gets_more_workers_than_there_are_partitions() -> None:
+def test_no_service_scales_beyond_its_number_of_partitions() -> None:
     partitions = int(topics()["PARTITIONS"])
     scaled, other = of_kind("ScaledObject"), of_kind("HorizontalPodAutoscaler")
 
@@ -237,7 +237,7 @@ def test_no_service_gets_more_workers_than_there_are_partitions() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_both_ways_to_scale_look_at_the_lag_of_their_service(name: str) -> None:
+def test_both_autoscalers_use_the_lag_of_their_service(name: str) -> None:
     scaled, other = of_kind("ScaledObject")[name]["spec"], of_kind("HorizontalPodAutoscaler")[name]["spec"]
     (trigger,), (metric,) = scaled["triggers"], other["metrics"]
     section, service = SETTINGS.service(name), platform.services[name]
@@ -252,11 +252,11 @@ def test_both_ways_to_scale_look_at_the_lag_of_their_service(name: str) -> None:
     assert metric["external"]["metric"]["selector"] == {"matchLabels": {"service": name}}
     assert metric["external"]["target"]["averageValue"] == trigger["metadata"]["lagThreshold"]
     assert scaled["minReplicaCount"] == other["minReplicas"]
-    # What KEDA passes on to Kubernetes; the other one is held to its schema.
+    # KEDA passes this on to Kubernetes; the other autoscaler is validated with the manifests.
     assert scaled["advanced"] == {"horizontalPodAutoscalerConfig": {"behavior": other["behavior"]}}
 
 
-def test_the_adapter_gives_the_metric_that_the_autoscalers_ask_for() -> None:
+def test_the_adapter_provides_the_metric_of_the_autoscalers() -> None:
     rules = yaml.safe_load((FOLDER / "components/hpa/prometheus-adapter.yaml").read_text(encoding="utf-8"))["rules"]
     asked = {
         metric["external"]["metric"]["name"]
@@ -267,7 +267,7 @@ def test_the_adapter_gives_the_metric_that_the_autoscalers_ask_for() -> None:
     assert {rule["name"]["as"] for rule in rules["external"]} == asked
 
 
-def test_the_operator_scrapes_the_workers_and_calls_the_job_as_the_alerts_do() -> None:
+def test_the_pod_monitor_scrapes_the_workers_with_the_job_name_of_the_alerts() -> None:
     (monitor,) = of_kind("PodMonitor").values()
     spec = monitor["spec"]
     (endpoint,) = spec["podMetricsEndpoints"]
@@ -282,7 +282,7 @@ def test_the_operator_scrapes_the_workers_and_calls_the_job_as_the_alerts_do() -
         assert spec["selector"]["matchLabels"].items() <= labels.items()
 
 
-def test_the_secret_is_read_as_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_secret_is_loaded_as_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (secret,) = of_kind("Secret").values()
     for name, text in secret["stringData"].items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -296,18 +296,18 @@ def test_the_secret_is_read_as_settings(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert settings_warnings(settings, platform.services) == []
 
 
-def test_kustomizations_name_what_is_there_and_all_of_it() -> None:
+def test_kustomizations_list_all_files_of_their_folders() -> None:
     for file in FOLDER.rglob("kustomization.yaml"):
-        (told,) = objects(file)
-        named = {*told["resources"], *told.get("components", ())}
-        named |= {name for made in told.get("configMapGenerator", ()) for name in made["files"]}
+        (kustomization,) = objects(file)
+        named = {*kustomization["resources"], *kustomization.get("components", ())}
+        named |= {name for made in kustomization.get("configMapGenerator", ()) for name in made["files"]}
         beside = {found.name for found in file.parent.iterdir()} - {"kustomization.yaml", "prometheus-adapter.yaml"}
 
         assert [name for name in named if not (file.parent / name).exists()] == []
         assert beside <= named
 
 
-def test_kubectl_renders_the_overlay_and_kubernetes_would_take_it() -> None:
+def test_kubectl_renders_the_overlay_to_valid_manifests() -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl: install 1.21 or newer")
     command = ["kubectl", "kustomize", str(FOLDER / "overlays" / "example")]

@@ -1,4 +1,4 @@
-"""The docstrings of the public API say what they have to, and their checker finds what is missing."""
+"""The docstrings of the public API are complete, and their checker finds defects."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from tests.packaging import docstrings
 
 MODULE = '''
 class Base:
-    """Of the others."""
+    """Base class."""
 
     def inherited(self) -> list[str]:
-        """In the order of their names."""
+        """Return them in the order of their names."""
 
 
 class Till(Base):
     """Takes money."""
 
     rate: float
-    """How much of it is kept."""
+    """The part that is kept."""
     ratio: float
-    """How much of it is kept."""
+    """The part that is kept."""
     wait_seconds: float = 1
 
     def __init__(self, timeout: float) -> None:
-        """Opens nothing."""
+        """Create the object."""
         if not timeout:
             raise ValueError("no time at all")
 
@@ -43,7 +43,7 @@ class Till(Base):
         return 0
 
     def receipts(self) -> list[str]:
-        """What was paid."""
+        """Return the receipts."""
         return []
 
 
@@ -58,7 +58,7 @@ def charge(amount: int, wait: float) -> float:
     raise error
 
 
-def told(amount: int, wait: float) -> list[str]:
+def documented(amount: int, wait: float) -> list[str]:
     """Take money; a receipt for each coin.
 
     Args:
@@ -70,27 +70,27 @@ def told(amount: int, wait: float) -> list[str]:
     raise InvalidKeyError("nothing")
 '''
 FOUND = [
-    "Till.rate rate is a float, and nothing says of what",
-    "Till.__init__ raises ValueError, and its docstring has no Raises: ValueError",
-    "Till.__init__ timeout is a float, and nothing says of what",
+    "Till.rate rate is a float without a unit",
+    "Till.__init__ raises ValueError, but its docstring does not list it under Raises",
+    "Till.__init__ timeout is a float without a unit",
     "Till.silent has no docstring",
     "Till.total has no docstring",
-    "Till.receipts returns list[str], and nothing says in which order",
-    "charge raises InvalidKeyError, and its docstring has no Raises: InvalidKeyError",
-    "charge wait is a float, and nothing says of what",
-    "charge what it returns is a float, and nothing says of what",
+    "Till.receipts returns list[str] without stating the order",
+    "charge raises InvalidKeyError, but its docstring does not list it under Raises",
+    "charge wait is a float without a unit",
+    "charge return value is a float without a unit",
 ]
 
 
-def test_the_public_api_tells_what_it_has_to() -> None:
+def test_docstrings_of_the_public_api_have_no_defects() -> None:
     assert list(map(str, docstrings.problems())) == []
 
 
-def test_what_is_missing_is_found(tmp_path: Path) -> None:
+def test_defects_of_docstrings_are_found(tmp_path: Path) -> None:
     (tmp_path / "till.py").write_text(MODULE, encoding="utf-8")
     module = griffe.load("till", search_paths=[tmp_path], docstring_parser="google")
 
-    found = [problem for name in ("Till", "charge", "told") for problem in docstrings.of(module.members[name])]
+    found = [problem for name in ("Till", "charge", "documented") for problem in docstrings.of(module.members[name])]
 
     assert sorted(problem.message.removeprefix("till.") for problem in found) == sorted(FOUND)
     (place,) = {

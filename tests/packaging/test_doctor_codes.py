@@ -1,4 +1,4 @@
-"""The pages about doctor and the code agree."""
+"""The pages about doctor match the code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TESTS = [file for file in (ROOT / "tests").rglob("test_*.py") if file.parent.nam
 
 
 def expected_in(file: Path) -> Iterator[str]:
-    """The codes, or their names, that tests of this file expect: in what they assert, pick out, or are repeated for."""
+    """Yield the codes, or their names, in assertions, comprehensions and parameters of the tests in a file."""
     for test in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if not isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef) or not test.name.startswith("test_"):
             continue
@@ -44,13 +44,13 @@ def test_the_page_explains_every_code_once_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(("name", "severities"), [(name, severities) for name, severities, _ in ROWS])
-def test_severities_are_those_that_there_are(name: str, severities: str) -> None:
+def test_severities_on_the_page_exist(name: str, severities: str) -> None:
     assert {word.strip() for word in severities.split(",")} <= {severity.value for severity in Severity}, name
 
 
 @pytest.mark.parametrize("code", Code)
 def test_every_code_is_expected_by_a_test(code: Code) -> None:
-    """Those run what finds it; that it stands in the source would say nothing."""
+    """Tests run the check; a mere mention in the source would not prove that it works."""
     assert {code.value, code.name} & EXPECTED
 
 
@@ -59,26 +59,26 @@ def printed(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("memory", "sqlite")])
-def test_the_page_says_for_every_kind_what_rights_are_printed(kind: str) -> None:
+def test_the_page_lists_the_printed_rights_of_every_store_kind(kind: str) -> None:
     assert printed(kind)
     assert f"\n| `{kind}` | " in PAGE
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_page_names_every_kind_that_is_looked_at(kind: str) -> None:
-    looked_at = PAGE[PAGE.index("Every kind of store is looked at") : PAGE.index("`--acl` prints")]
+def test_the_page_names_every_store_kind_that_doctor_checks(kind: str) -> None:
+    checked = PAGE[PAGE.index("Every kind of store is looked at") : PAGE.index("`--acl` prints")]
 
-    assert f"`{kind}`" in looked_at
+    assert f"`{kind}`" in checked
 
 
-def test_the_grants_of_the_page_are_those_that_are_printed() -> None:
+def test_the_grants_on_the_page_match_the_printed_ones() -> None:
     page = (HOW_TO / "prepare-sql.md").read_text(encoding="utf-8")
     shown = [line.strip() for line in page.splitlines() if line.startswith(("CREATE ROLE ", "GRANT "))]
 
     assert shown == printed("postgresql").splitlines()[:3]
 
 
-def test_the_actions_of_the_page_are_those_that_are_printed() -> None:
+def test_the_actions_on_the_page_match_the_printed_ones() -> None:
     page = (HOW_TO / "prepare-dynamodb.md").read_text(encoding="utf-8")
     shown = [line.split() for line in page.splitlines() if line.startswith("dynamodb:")]
 

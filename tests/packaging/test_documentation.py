@@ -1,4 +1,4 @@
-"""What the documentation shows runs, and what it points at is there."""
+"""Programs in the documentation run, and its links and references are valid."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_program_of_the_readme_runs(number: int, tmp_path: Path) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-def test_the_first_program_of_the_readme_is_the_example_of_the_first_minute() -> None:
+def test_the_first_program_of_the_readme_is_the_first_minute_example() -> None:
     example = (ROOT / "examples" / "first_minute.py").read_text(encoding="utf-8")
 
     assert example.endswith(PROGRAMS[0])
@@ -64,14 +64,14 @@ def test_the_first_program_of_the_readme_is_the_example_of_the_first_minute() ->
 
 
 @pytest.mark.parametrize("number", range(len(code_blocks(README, "toml"))))
-def test_the_settings_of_the_readme_hold_no_mistake(number: int, tmp_path: Path) -> None:
+def test_the_settings_in_the_readme_are_valid(number: int, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text(code_blocks(README, "toml")[number], encoding="utf-8")
 
     assert settings_warnings(load_settings(file)) == []
 
 
-def test_the_store_that_is_written_is_tested_as_its_page_says() -> None:
+def test_the_store_suite_matches_its_page() -> None:
     page = (ROOT / "docs" / "how-to" / "write-a-store.md").read_text(encoding="utf-8")
     suite, provider = code_blocks(page, "python")
 
@@ -80,33 +80,33 @@ def test_the_store_that_is_written_is_tested_as_its_page_says() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_link_targets_exist(page: Path) -> None:
     for link in LINK.finditer(without_code(page.read_text(encoding="utf-8"))):
         if re.match(r"[a-z]+:", link["target"]):
-            address = urlsplit(link["target"])  # nobody is asked whether it answers
+            address = urlsplit(link["target"])  # external addresses are not requested
             assert address.scheme == "https", link["target"]
             assert re.fullmatch(r"[a-z0-9.-]+\.[a-z]{2,}", address.netloc), link["target"]
             continue
         place, _, anchor = unquote(link["target"]).partition("#")
         target = page.parent / place if place else page
 
-        assert target.exists(), f"{name_of(page)} points at {link['target']}"
+        assert target.exists(), f"{name_of(page)} links to the missing {link['target']}"
         if anchor:
             assert anchor in anchors(target.read_text(encoding="utf-8")), link["target"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_that_are_named_are_there(page: Path) -> None:
+def test_files_named_on_a_page_exist(page: Path) -> None:
     for named in PATH_IN_CODE.findall(page.read_text(encoding="utf-8")):
         patterns = [named]
         if (choice := re.search(r"\{([^}]*)\}", named)) is not None:
             patterns = [named.replace(choice[0], part) for part in choice[1].split(",")]
 
         for pattern in patterns:
-            assert any(ROOT.glob(pattern.rstrip("/"))), f"{name_of(page)} names {pattern}"
+            assert any(ROOT.glob(pattern.rstrip("/"))), f"{name_of(page)} names the missing {pattern}"
 
 
-def test_the_page_walks_through_the_store_of_the_examples() -> None:
+def test_the_store_page_shows_the_code_of_the_example() -> None:
     page = (ROOT / "docs" / "how-to" / "write-a-store.md").read_text(encoding="utf-8")
     walk = page[page.index("## The example, step by step") : page.index("## What the suite checks")]
     named = re.findall(r"`(_?[a-z]+(?:_[a-z]+)*|Row)`", walk)
@@ -115,13 +115,13 @@ def test_the_page_walks_through_the_store_of_the_examples() -> None:
     assert {"Row", "_alive", "_reserve", "_take", "_keep", "_owned", "_settle_one", "_under"} <= set(named)
 
 
-def test_the_loop_that_takes_batches_is_the_one_that_is_tested() -> None:
+def test_the_batch_loop_on_the_page_is_the_tested_one() -> None:
     page = (ROOT / "docs" / "how-to" / "handle-batches.md").read_text(encoding="utf-8")
 
     assert getsource(one_batch) in code_blocks(page, "python")
 
 
-def test_the_commands_about_keys_run_as_their_page_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keys_commands_run_as_their_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "how-to" / "look-up-keys.md").read_text(encoding="utf-8")
     desk = Desk(tmp_path, f'kind = "sqlite"\npath = "{tmp_path / "idem.db"}"')
     for value in ("0192-a", "0192-b", "0192-c"):
@@ -137,58 +137,62 @@ def test_the_commands_about_keys_run_as_their_page_shows_them(tmp_path: Path, mo
         assert answer.exit_code == 0, (arguments, answer.output)
 
 
-def test_what_an_operator_sets_names_every_kind_of_store() -> None:
+def test_the_operator_settings_cover_every_kind_of_store() -> None:
     page = (ROOT / "docs" / "explanation" / "guarantees.md").read_text(encoding="utf-8")
-    told = page[page.index("## What an operator sets") : page.index("## What to watch")]
+    limits = page[page.index("## What an operator sets") : page.index("## What to watch")]
 
-    assert [name for name in ("Redis", "PostgreSQL", "MySQL", "SQLite", "DynamoDB") if f"| {name} " not in told] == []
+    assert [name for name in ("Redis", "PostgreSQL", "MySQL", "SQLite", "DynamoDB") if f"| {name} " not in limits] == []
 
 
-def test_the_rule_about_dead_letters_names_every_header_and_no_other() -> None:
+def test_the_dead_letter_rule_names_exactly_the_headers_that_are_written() -> None:
     rule = re.search(r"\*\*R9\..*?(?=\n\n)", WORKER, re.DOTALL)
     assert rule is not None
-    letter = DeadLetter(
+    dead_letter = DeadLetter(
         "malformed", ValueError("why"), "charge", "order:1", record="r", attempts=1, event_type="order", event_id="1"
     )
     record = FakeRecord("orders", 0, 0, None, b"")
-    headers = {name for name, _ in letter.headers(record, "billing", "billing")} | {DROPPED, BODY_BYTES, BODY_SHA256}
+    headers = {name for name, _ in dead_letter.headers(record, "billing", "billing")} | {
+        DROPPED,
+        BODY_BYTES,
+        BODY_SHA256,
+    }
 
     named = [word for word in re.findall(r"`([a-z0-9-]+)`", rule[0]) if word != PREFIX]
 
     assert sorted(PREFIX + word for word in named) == sorted(headers)
 
 
-def test_the_reference_is_what_the_code_says() -> None:
+def test_the_reference_matches_the_code() -> None:
     made = reference.pages()
     there = set(reference.FOLDER.glob("*.md")) | set(made)
 
-    assert {file: file.read_text(encoding="utf-8") for file in there if file.exists()} == made, "make reference"
+    assert {file: file.read_text(encoding="utf-8") for file in there if file.exists()} == made, "run `make reference`"
 
 
 @pytest.mark.parametrize("page", sorted(reference.FOLDER.glob("*.md")), ids=lambda page: page.name)
-def test_no_attribute_is_told_by_its_own_name_alone(page: Path) -> None:
+def test_no_attribute_is_described_only_by_its_own_name(page: Path) -> None:
     assert re.findall(r"^\| `(\w+)` \| `\1` \|.*", page.read_text(encoding="utf-8"), re.MULTILINE) == []
 
 
-def test_every_public_thing_has_a_docstring() -> None:
+def test_every_public_object_has_a_docstring() -> None:
     assert [entry.path for entry in reference.entries().values() if entry.thing.docstring is None] == []
 
 
 @pytest.mark.parametrize("entry", reference.entries().values(), ids=lambda entry: entry.path)
-def test_what_a_docstring_names_is_a_parameter(entry: reference.Entry) -> None:
+def test_docstrings_name_existing_parameters(entry: reference.Entry) -> None:
     assert list(reference.unknown_parameters(entry.thing)) == []
 
 
-def test_the_reference_has_the_whole_front_and_every_module_that_names_what_is_public() -> None:
-    told = {entry.path for entry in reference.entries().values()}
+def test_the_reference_covers_the_package_and_every_module_with_exports() -> None:
+    documented = {entry.path for entry in reference.entries().values()}
     modules = {module for page in reference.PAGES.values() for module in page}
 
-    assert {f"integr8s_idem.{name}" for name in integr8s_idem.__all__} <= told
+    assert {f"integr8s_idem.{name}" for name in integr8s_idem.__all__} <= documented
     assert set(reference.modules_with_exports()) - modules == reference.LEFT_OUT
 
 
 def tables_of(markdown: str) -> list[list[list[str]]]:
-    """The tables of a page, as rows of cells, the headings first."""
+    """Return the tables of a page as rows of cells, headings first."""
     found = re.findall(r"(?:^\|.*\|\n)+", markdown, re.MULTILINE)
     return [
         [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table.splitlines()] for table in found
@@ -198,14 +202,14 @@ def tables_of(markdown: str) -> list[list[list[str]]]:
 @pytest.mark.parametrize(
     "page", [*sorted(reference.FOLDER.glob("*.md")), reference.FOLDER.parent / "cli.md"], ids=name_of
 )
-def test_no_column_of_the_reference_is_empty_or_without_a_heading(page: Path) -> None:
+def test_reference_tables_have_no_empty_column_or_heading(page: Path) -> None:
     for headings, _, *rows in tables_of(page.read_text(encoding="utf-8")):
         assert all(headings), headings
         assert all(any(column) for column in zip(*rows, strict=True)), headings
 
 
 @pytest.mark.filterwarnings("ignore:It looks like `register_random`")
-def test_names_in_the_reference_are_those_that_users_import() -> None:
+def test_names_in_the_reference_can_be_imported() -> None:
     for entry in reference.entries().values():
         module, _, name = entry.heading.rpartition(".")
         assert hasattr(importlib.import_module(module), name), entry.heading

@@ -1,4 +1,4 @@
-"""Every public error is drawn, explained, and survives pickling and copying."""
+"""Every public error is in the error tree, is documented, and survives pickling and copying."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ ELSEWHERE = sorted(
     },
     key=lambda kind: kind.__name__,
 )
-"""Public errors of other modules: of the guard for FastStream, of the harness for tests."""
+"""Public errors of other modules: the FastStream guard and the test harness."""
 DRAWN = re.compile(r"^(?P<branch>(?:[│ ] {3})*(?:├── |└── |))(?P<name>[A-Z]\w+Error)\b(?P<words>.*)$", re.MULTILINE)
 PAGE = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
 
 
 class SoldOutError(Exception):
-    """Of an application; equal to its copies."""
+    """An error of an application that compares equal to its copies."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SoldOutError)
@@ -56,8 +56,8 @@ SAMPLES: dict[object, Any] = {
 }
 
 
-def drawing() -> list[tuple[str, str | None, bool]]:
-    """Name, name of the parent, whether it is marked as retryable: line by line."""
+def error_tree() -> list[tuple[str, str | None, bool]]:
+    """Return the lines of the tree: name, name of the parent, whether the error is marked as retryable."""
     path: list[str] = []
     lines = []
     for line in DRAWN.finditer(errors.__doc__ or ""):
@@ -67,7 +67,7 @@ def drawing() -> list[tuple[str, str | None, bool]]:
 
 
 def sample(kind: type[IdempotencyError]) -> IdempotencyError:
-    """An instance with some value for each field."""
+    """Create an instance with a value for each field."""
     initializer: Any = kind.__init__
     if initializer is not IdempotencyError.__init__:
         names, hints = list(inspect.signature(initializer).parameters)[1:], get_type_hints(initializer)
@@ -80,29 +80,29 @@ def sample(kind: type[IdempotencyError]) -> IdempotencyError:
 
 
 def section(kind: type[Exception]) -> str:
-    """What the reference says about an error."""
+    """Return the section of the reference about an error."""
     found = re.search(rf"^## {kind.__name__}$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     assert found is not None, f"docs/reference/errors.md has no section ## {kind.__name__}"
     return found[1]
 
 
-def test_the_drawing_shows_every_error_below_its_parent() -> None:
-    real = {(kind.__name__, kind.__mro__[1].__name__ if kind is not IdempotencyError else None) for kind in ERRORS}
+def test_the_error_tree_shows_every_error_below_its_parent() -> None:
+    expected = {(kind.__name__, kind.__mro__[1].__name__ if kind is not IdempotencyError else None) for kind in ERRORS}
 
-    drawn = [(name, parent) for name, parent, _ in drawing()]
+    listed = [(name, parent) for name, parent, _ in error_tree()]
 
-    assert set(drawn) == real
-    assert len(drawn) == len(ERRORS)
+    assert set(listed) == expected
+    assert len(listed) == len(ERRORS)
 
 
-def test_the_drawing_marks_what_is_retryable() -> None:
-    marked = {name for name, _, retryable in drawing() if retryable}
+def test_the_error_tree_marks_retryable_errors() -> None:
+    marked = {name for name, _, retryable in error_tree() if retryable}
 
     assert marked == {kind.__name__ for kind in ERRORS if vars(kind).get("retryable")}
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_the_command_that_an_error_names_prints_its_section(kind: type[IdempotencyError]) -> None:
+def test_the_command_in_an_error_prints_its_section(kind: type[IdempotencyError]) -> None:
     program, *arguments = sample(kind).read_more.removeprefix("Read more: ").split()
 
     printed = CliRunner().invoke(app, arguments)
@@ -113,32 +113,32 @@ def test_the_command_that_an_error_names_prints_its_section(kind: type[Idempoten
     assert kind.__name__.lower() in anchors(PAGE)
 
 
-def test_an_error_of_the_application_points_at_the_error_that_it_extends() -> None:
+def test_an_application_error_refers_to_the_library_error_that_it_extends() -> None:
     class OutOfStockError(PermanentError): ...
 
     assert OutOfStockError("none left").read_more == "Read more: integr8s-idem errors PermanentError"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ERRORS if kind not in BASES])
-def test_every_section_says_what_is_known_and_what_to_do(kind: type[IdempotencyError]) -> None:
-    told = section(kind)
+def test_every_section_has_known_unknown_and_remedy(kind: type[IdempotencyError]) -> None:
+    text = section(kind)
 
-    assert re.findall(r"^\*\*(.+?)\*\*", told, re.MULTILINE) == ["Known.", "Unknown.", "To do."]
+    assert re.findall(r"^\*\*(.+?)\*\*", text, re.MULTILINE) == ["Known.", "Unknown.", "To do."]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ERRORS if kind not in {*BASES, PermanentError}])
-def test_every_message_ends_with_the_place_of_its_section(kind: type[IdempotencyError]) -> None:
-    """Those left out have no words of their own: whoever raises them brings some."""
+def test_every_message_ends_with_the_command_for_its_section(kind: type[IdempotencyError]) -> None:
+    """Base classes and PermanentError are excluded: their messages come from the code that raises them."""
     error = sample(kind)
 
     assert str(error).endswith(error.read_more)
 
 
 @pytest.mark.parametrize("kind", ELSEWHERE)
-def test_errors_that_are_public_elsewhere_have_a_section_too(kind: type[Exception]) -> None:
-    told = section(kind)
+def test_public_errors_of_other_modules_have_a_section_too(kind: type[Exception]) -> None:
+    text = section(kind)
 
-    assert re.findall(r"^\*\*(.+?)\*\*", told, re.MULTILINE) == ["Known.", "Unknown.", "To do."]
+    assert re.findall(r"^\*\*(.+?)\*\*", text, re.MULTILINE) == ["Known.", "Unknown.", "To do."]
     assert str(kind("why")).endswith(f" Read more: integr8s-idem errors {kind.__name__}")
 
 
@@ -146,6 +146,6 @@ def test_errors_that_are_public_elsewhere_have_a_section_too(kind: type[Exceptio
 def test_every_error_survives_pickling_and_copying(kind: type[IdempotencyError]) -> None:
     error = sample(kind)
 
-    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
-        assert type(twin) is kind
-        assert (twin.args, vars(twin), str(twin)) == (error.args, vars(error), str(error))
+    for clone in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(clone) is kind
+        assert (clone.args, vars(clone), str(clone)) == (error.args, vars(error), str(error))

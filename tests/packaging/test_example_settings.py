@@ -1,4 +1,4 @@
-"""settings.example.toml shows every setting, and loads."""
+"""settings.example.toml lists every setting, and loads."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ EXAMPLE = Path(__file__).parents[2] / "settings.example.toml"
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No settings of this machine, and an empty working directory."""
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Remove settings of this machine, and run in an empty folder."""
     for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 
 
 def uncommented(text: str) -> str:
-    """With the settings that have no default."""
+    """Uncomment the settings that have no default."""
     return re.sub(r"(?m)^# (?=[a-z_]+ = )", "", text)
 
 
 def settings_in(text: str) -> set[str]:
-    """`kafka.client_id` and so on; a free name is `<name>`."""
+    """Return the names of all settings, such as `kafka.client_id` and `services.<name>.topics`."""
     return {
         f"{section}.{name}".replace("services.example.", "services.<name>.")
         for section, table in tomllib.loads(text).items()
@@ -41,18 +41,18 @@ def settings_in(text: str) -> set[str]:
 
 
 def stores_in(text: str) -> list[str]:
-    """The section of each kind of store; all but the first stand in comments."""
+    """Return the `[store]` section of each kind; all but the first are commented out."""
     own = re.findall(r"(?ms)^\[store\]\n.*?(?=\n\n)", text)
     others = re.findall(r"(?ms)^#     \[store\]\n.*?(?=\n\n)", text)
     return [*own, *(re.sub(r"(?m)^#     ", "", block) for block in others)]
 
 
-def test_the_example_is_what_the_command_prints() -> None:
-    """Write it anew: integr8s-idem settings example > settings.example.toml"""
+def test_the_example_file_matches_the_output_of_the_command() -> None:
+    """To update the file: integr8s-idem settings example > settings.example.toml"""
     assert EXAMPLE.read_text(encoding="utf-8") == example_settings()
 
 
-def test_the_example_holds_every_setting_and_no_other() -> None:
+def test_the_example_has_exactly_the_settings_that_exist() -> None:
     text = EXAMPLE.read_text(encoding="utf-8")
     shown = settings_in(uncommented(text)).union(*(settings_in(uncommented(block)) for block in stores_in(text)))
 
@@ -60,7 +60,7 @@ def test_the_example_holds_every_setting_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("kind", ["redis", "postgresql", "sqlite", "mysql", "dynamodb", "memory"])
-def test_the_example_shows_each_kind_of_store_whole_and_with_its_defaults(kind: str) -> None:
+def test_the_example_shows_all_defaults_of_each_store_kind(kind: str) -> None:
     (block,) = [block for block in stores_in(EXAMPLE.read_text(encoding="utf-8")) if f'kind = "{kind}"' in block]
     defaults = Settings.model_validate({"store": {"kind": kind}}).store
 
@@ -68,11 +68,11 @@ def test_the_example_shows_each_kind_of_store_whole_and_with_its_defaults(kind: 
     assert Settings.model_validate(tomllib.loads(block)).store == defaults
 
 
-def test_the_example_loads_and_is_the_defaults() -> None:
+def test_the_example_loads_as_the_defaults() -> None:
     assert load_settings(EXAMPLE) == Settings(services={"example": ServiceSettings()})
 
 
-def test_every_setting_of_the_example_is_explained() -> None:
+def test_every_setting_in_the_example_has_a_description() -> None:
     lines = EXAMPLE.read_text(encoding="utf-8").splitlines()
 
     for above, line in pairwise(lines):

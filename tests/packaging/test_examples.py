@@ -1,4 +1,4 @@
-"""The examples run as they stand: without a server where they need none."""
+"""The examples run unchanged."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ ENTRIES = {
         "1 handled, 1 duplicates blocked",
     ],
 }
-"""What each of the examples' programs prints."""
+"""The output of each example program."""
 WITHOUT = """
 import runpy, sys
 sys.modules[{missing!r}] = None
@@ -101,8 +101,8 @@ BILLING = ROOT / "examples" / "billing"
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No settings of this machine."""
+def _isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove settings of this machine."""
     for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
         monkeypatch.delenv(name)
 
@@ -114,7 +114,7 @@ def settings() -> Settings:
 
 @pytest.fixture(params=list(platform.services.values()), ids=lambda service: service.name)
 async def worker(request: pytest.FixtureRequest, settings: Settings) -> AsyncIterator[ServiceWorker]:
-    """A service's worker as the process makes it, before it is run."""
+    """Create the worker of a service as the process does, without running it."""
     service: Service = request.param
     container = make_container(service, settings)
     dispatcher = await container.get(EventDispatcher)
@@ -131,7 +131,7 @@ def test_the_first_minute_charges_once() -> None:
     assert (ran.stdout, ran.stderr) == ("charging the card\nreceipt-1\nreceipt-1\n", "")
 
 
-def test_the_settings_of_the_first_hour_hold_no_mistake_and_no_warning(settings: Settings) -> None:
+def test_the_settings_of_the_first_hour_are_valid_without_warnings(settings: Settings) -> None:
     assert settings_warnings(settings, platform.services) == []
     assert settings.service("billing").group_id == "billing"
 
@@ -140,7 +140,7 @@ def test_the_platform_of_the_first_hour_has_both_services() -> None:
     assert list(platform.services) == ["billing", "audit"]
 
 
-async def test_topics_follow_from_the_routers(worker: ServiceWorker) -> None:
+async def test_topics_are_derived_from_the_routers(worker: ServiceWorker) -> None:
     read = {"billing": ("shop.order_placed",), "audit": ("shop.order_paid",)}
 
     assert worker.topics == read[worker.name]
@@ -156,10 +156,10 @@ async def test_billing_is_guarded_and_audit_is_not(settings: Settings) -> None:
     await audit.close()
 
 
-async def test_a_handler_whose_dependency_nobody_provides_is_refused_at_start(settings: Settings) -> None:
-    lonely = EventRouter()
+async def test_a_handler_with_a_missing_dependency_is_rejected_at_startup(settings: Settings) -> None:
+    incomplete = EventRouter()
 
-    @lonely.on(OrderPlaced)
+    @incomplete.on(OrderPlaced)
     async def charge(event: OrderPlaced, payments: FromDishka[Payments]) -> None: ...
 
     with pytest.raises(NoFactoryError, match="Payments"):
@@ -167,7 +167,7 @@ async def test_a_handler_whose_dependency_nobody_provides_is_refused_at_start(se
             TelemetryProvider(),
             EventContextProvider(),
             KafkaProvider(),
-            DispatcherProvider(lonely),
+            DispatcherProvider(incomplete),
             context={Settings: settings, ServiceName: ServiceName("billing")},
             validation_settings=STRICT_VALIDATION,
         )
@@ -185,7 +185,7 @@ def test_the_first_hour_on_embedded_servers_charges_once() -> None:
     ]
 
 
-def test_a_payment_that_comes_twice_is_booked_once_in_the_handlers_own_transaction() -> None:
+def test_a_duplicate_payment_is_booked_once_in_the_handlers_transaction() -> None:
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-m", "examples.bookings"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -198,20 +198,20 @@ def test_a_payment_that_comes_twice_is_booked_once_in_the_handlers_own_transacti
     ]
 
 
-def test_every_way_in_has_a_program() -> None:
+def test_every_entry_point_has_a_program() -> None:
     programs = {path.stem for path in (ROOT / "examples" / "entries").glob("*.py")} - {"__init__"}
 
     assert programs == set(ENTRIES)
 
 
-def test_the_readme_names_the_program_of_every_way_in() -> None:
+def test_the_readme_names_the_program_of_every_entry_point() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
 
     assert [entry for entry in ENTRIES if f"`python -m examples.entries.{entry}`" not in readme] == []
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_work_of_every_way_in_that_comes_twice_is_done_once(entry: str) -> None:
+def test_every_entry_point_does_duplicate_work_once(entry: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-m", f"examples.entries.{entry}"],
         cwd=ROOT,

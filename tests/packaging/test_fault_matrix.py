@@ -1,4 +1,4 @@
-"""The fault matrix says what the tests say."""
+"""The fault matrix matches the tests and the campaign records."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.packaging.repository import ROOT
 NUMBERS = [row.number for _, rows in groups() for row in rows]
 
 
-def test_the_page_is_what_marks_rows_and_records_make() -> None:
+def test_the_page_matches_the_markers_rows_and_records() -> None:
     assert PAGE.read_text() == page(), "run `make matrix`"
 
 
-def test_places_that_are_not_recorded_are_shown() -> None:
+def test_tests_without_recorded_results_are_counted() -> None:
     outcomes = {"a.py::test_b": {"passed": 2, "skipped": 1}, "a.py::test_bc": {"failed": 1}}
 
     assert cases(["a.py::test_b"], outcomes) == "2 passed, 1 skipped"
@@ -35,17 +35,17 @@ def test_places_that_are_not_recorded_are_shown() -> None:
 
 
 IN_MEMORY = {f"tests.support.{name}" for name in ("fake_consumer", "fake_worker", "guarded", "redis_shop")}
-"""Modules of `tests.support` that bring a broker or a store in memory."""
+"""Modules of `tests.support` with an in-memory broker or store."""
 
 
-def test_a_marked_file_with_a_broker_or_store_in_memory_says_so_in_its_first_lines() -> None:
+def test_a_marked_file_with_an_in_memory_broker_or_store_states_in_memory_in_its_docstring() -> None:
     marked_files = {place.partition("::")[0] for places in marked().values() for place in places}
-    silent = {name for name in marked_files if not _says_so(ast.parse((ROOT / name).read_text()))}
+    silent = {name for name in marked_files if not _states_in_memory(ast.parse((ROOT / name).read_text()))}
 
     assert {name for name in silent if not name.startswith("tests/unit/")} == set()
 
 
-def _says_so(module: ast.Module) -> bool:
+def _states_in_memory(module: ast.Module) -> bool:
     imported = {node.module for node in module.body if isinstance(node, ast.ImportFrom)}
     return imported.isdisjoint(IN_MEMORY) or "in memory" in (ast.get_docstring(module) or "")
 
@@ -54,23 +54,23 @@ def test_rows_are_numbered_without_gaps() -> None:
     assert list(range(1, len(NUMBERS) + 1)) == NUMBERS
 
 
-def test_every_mark_and_every_campaign_names_rows_that_exist() -> None:
+def test_every_marker_and_campaign_names_existing_rows() -> None:
     named = set(marked()).union(*(campaign.scenarios for campaign in campaigns().values()))
 
     assert named <= set(NUMBERS)
 
 
-def test_a_row_without_a_test_says_why() -> None:
+def test_a_row_without_a_test_has_a_note() -> None:
     shown = set(marked()).union(*(campaign.scenarios for campaign in campaigns().values()))
 
     assert [row.number for _, rows in groups() for row in rows if row.number not in shown and not row.note] == []
 
 
-def test_no_campaign_has_a_broken_promise_on_record() -> None:
+def test_no_campaign_has_recorded_violations() -> None:
     assert {name: load(name).violations for name in campaigns() if load(name).violations} == {}
 
 
-def test_marks_are_found_on_functions_methods_classes_and_files(tmp_path: Path) -> None:
+def test_markers_are_found_on_functions_methods_classes_and_files(tmp_path: Path) -> None:
     mark = "pytest.mark." + "scenario"
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_a.py").write_text(
@@ -89,18 +89,18 @@ def test_marks_are_found_on_functions_methods_classes_and_files(tmp_path: Path) 
     }
 
 
-def test_a_record_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+def test_a_saved_record_can_be_extended(tmp_path: Path) -> None:
     record = Record()
     record.add(0, 10, Figures(kills=7, lost=0), 1.5)
     save("kills", record, tmp_path)
 
-    again = load("kills", tmp_path)
-    again.add(10, 10, Figures(kills=5, lost=0), 1.0)
+    loaded = load("kills", tmp_path)
+    loaded.add(10, 10, Figures(kills=5, lost=0), 1.0)
 
-    assert (again.next, again.figures["kills"], again.seconds) == (20, 12, 2.5)
+    assert (loaded.next, loaded.figures["kills"], loaded.seconds) == (20, 12, 2.5)
 
 
-def test_a_commit_whose_library_was_changed_has_a_plus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_with_uncommitted_library_changes_has_a_plus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.campaigns.record.ROOT", tmp_path)
     module = tmp_path / "integr8s_idem" / "keys.py"
     module.parent.mkdir()
@@ -110,7 +110,7 @@ def test_a_commit_whose_library_was_changed_has_a_plus(tmp_path: Path, monkeypat
         subprocess.run([*git, *step], check=True)
 
     clean = commit()
-    (tmp_path / "notes").write_text("beside the library")
+    (tmp_path / "notes").write_text("outside the library")
     assert commit() == clean
     module.write_text("A = 2")
 
@@ -118,8 +118,8 @@ def test_a_commit_whose_library_was_changed_has_a_plus(tmp_path: Path, monkeypat
     assert commit() == f"{clean}+"
 
 
-class Bench:
-    """The command over one campaign, with its record in a folder of its own."""
+class CommandBench:
+    """The command with one campaign, whose record is in a temporary folder."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.folder = folder
@@ -142,11 +142,11 @@ class Bench:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
-    return Bench(monkeypatch, tmp_path)
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CommandBench:
+    return CommandBench(monkeypatch, tmp_path)
 
 
-def test_a_campaign_goes_on_in_batches_up_to_its_target(bench: Bench) -> None:
+def test_a_campaign_runs_in_batches_up_to_its_target(bench: CommandBench) -> None:
     assert command.main(["kills"]) == 0
     assert command.main(["kills"]) == 0
 
@@ -154,7 +154,7 @@ def test_a_campaign_goes_on_in_batches_up_to_its_target(bench: Bench) -> None:
     assert bench.record.figures == {"kills": 10, "lost": 0}
 
 
-def test_a_broken_promise_is_kept_and_ends_the_campaign(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_violation_is_recorded_and_ends_the_campaign(bench: CommandBench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.breaks = True
 
     assert command.main(["kills"]) == 1
@@ -164,8 +164,8 @@ def test_a_broken_promise_is_kept_and_ends_the_campaign(bench: Bench, capsys: py
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_one_number_is_run_again_and_not_recorded(
-    bench: Bench, breaks: bool, capsys: pytest.CaptureFixture[str]
+def test_only_repeats_trials_without_recording_them(
+    bench: CommandBench, breaks: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.breaks = breaks
 
@@ -174,13 +174,13 @@ def test_one_number_is_run_again_and_not_recorded(
     assert command.main(["kills", "--only", "30:10"]) == breaks
     assert bench.batches == [(7, 1), (30, 10)]
     assert bench.record == Record()
-    told = capsys.readouterr()
-    assert "kills 7" in (told.err if breaks else told.out)
-    assert ("BROKEN: number 7 lost one" in told.err) == breaks
+    output = capsys.readouterr()
+    assert "kills 7" in (output.err if breaks else output.out)
+    assert ("BROKEN: number 7 lost one" in output.err) == breaks
 
 
-def test_where_the_campaigns_stand_is_told_to_people_and_to_programs(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
+def test_the_progress_of_campaigns_is_printed_as_text_and_json(
+    bench: CommandBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command.main(["kills", "--target", "5"])
     capsys.readouterr()
@@ -188,14 +188,19 @@ def test_where_the_campaigns_stand_is_told_to_people_and_to_programs(
     assert command.main([]) == 0
     assert capsys.readouterr().out.split()[:5] == ["kills", "5", "of", "10", "kills"]
     assert command.main(["--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["kills"]
-    assert (told["target"], told["next"], told["figures"]["kills"], told["violations"]) == (10, 5, 5, [])
+    progress = json.loads(capsys.readouterr().out)["kills"]
+    assert (progress["target"], progress["next"], progress["figures"]["kills"], progress["violations"]) == (
+        10,
+        5,
+        5,
+        [],
+    )
 
 
 @pytest.mark.parametrize(
     "wrong", [["--only", "x"], ["--only", "5:0"], ["--only", "-1"], ["--target", "-3"], ["--minutes", "nan"]]
 )
-def test_what_is_no_number_is_refused(bench: Bench, wrong: list[str]) -> None:
+def test_invalid_numbers_are_rejected(bench: CommandBench, wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         command.main(["kills", *wrong])
 
@@ -203,10 +208,10 @@ def test_what_is_no_number_is_refused(bench: Bench, wrong: list[str]) -> None:
     assert bench.batches == []
 
 
-def test_no_test_has_a_failure_on_record() -> None:
-    assert [test for test, told in load_tests().items() if told.get("failed")] == []
+def test_no_test_has_a_recorded_failure() -> None:
+    assert [test for test, counts in load_tests().items() if counts.get("failed")] == []
 
 
-def test_a_campaign_that_is_not_there_is_refused_by_name(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_campaign_is_rejected(bench: CommandBench, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["kill"]) == 2
     assert "unknown campaign: kill; choose from kills" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""What the README tells a newcomer, line by line, with the built wheel in a virtual environment of its own.
+"""The README's instructions for new users, line by line, with the built wheel in a virtual environment.
 
-Nothing of the checkout is on the path, and what is typed is what the README shows: only the port of the metrics is
-one that the system has given, and the worker is stopped by SIGINT, as Ctrl-C does.
+The checkout is not on the path, and the commands are exactly those of the README. Only the metrics port is a free one,
+and the worker is stopped by SIGINT instead of Ctrl-C.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ INSTALLING_SECONDS = 300
 
 @dataclass
 class Newcomer:
-    """Somebody with a shell in which the virtual environment is active."""
+    """A new user with a shell in which the virtual environment is active."""
 
     home: Path
     environment: dict[str, str]
 
     def types(self, lines: str, folder: Path, seconds: float = 100) -> str:
-        """What the terminal shows; all of the lines must succeed."""
+        """Run commands that must all succeed, and return their output."""
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", lines],
             cwd=folder,
@@ -54,7 +54,7 @@ class Newcomer:
 
     @contextmanager
     def terminal(self, line: str, folder: Path, seen: Path) -> Iterator[subprocess.Popen[bytes]]:
-        """A command that goes on in a terminal of its own; what it shows goes to `seen`."""
+        """Run a command in another terminal, and write its output to `seen`."""
         with seen.open("wb") as shown:
             running = subprocess.Popen(
                 line.split(), cwd=folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=shown, stderr=shown
@@ -69,7 +69,7 @@ class Newcomer:
 
 @pytest.fixture
 def newcomer(tmp_path: Path) -> Newcomer:
-    """In a home of its own, with Python and nothing of ours on any path."""
+    """Create a user with an empty home, and with Python but without this project on all paths."""
     passed = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "HTTP", "http"))}
     programs = [tmp_path / "idem" / "bin", Path(sys.base_prefix) / "bin", Path("/usr/bin"), Path("/bin")]
     return Newcomer(
@@ -90,7 +90,7 @@ def newcomer(tmp_path: Path) -> Newcomer:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of this one as it stands, without what was made in it."""
+    """Copy the checkout, without generated files."""
     folder = tmp_path / "checkout"
     for file in files():
         copy = folder / file.relative_to(ROOT)
@@ -108,14 +108,14 @@ def _files(folder: Path) -> set[Path]:
 async def test_a_newcomer_sees_a_duplicate_blocked_and_explained(newcomer: Newcomer, checkout: Path) -> None:
     copied = _files(checkout)
     newcomer.types(INSTALL, checkout, INSTALLING_SECONDS)
-    assert _files(checkout) == copied, "nothing is written into the checkout"
+    assert _files(checkout) == copied, "the commands wrote to the checkout"
     *prepare, run = BEGIN.strip().splitlines()
     assert "passed" in newcomer.types("\n".join(prepare), newcomer.home)
     shop, seen = newcomer.home / "shop", newcomer.home / "seen.txt"
 
     def counted() -> list[int]:
-        told = json.loads(newcomer.types("integr8s-idem top --once --json", shop))
-        return [told["total"][name] for name in ("handled", "duplicates_blocked")]
+        snapshot = json.loads(newcomer.types("integr8s-idem top --once --json", shop))
+        return [snapshot["total"][name] for name in ("handled", "duplicates_blocked")]
 
     with newcomer.terminal(run, shop, seen) as worker:
         await eventually(lambda: "with --embedded" in seen.read_text(), state=seen.read_text)
@@ -134,8 +134,8 @@ async def test_a_newcomer_sees_a_duplicate_blocked_and_explained(newcomer: Newco
     assert "billing" in explained
 
 
-def test_one_environment_serves_the_whole_readme_and_nothing_is_written_into_the_checkout() -> None:
-    """What is installed into `~/idem` is what later commands use; the checkout is only read."""
+def test_the_readme_uses_one_environment_outside_the_checkout() -> None:
+    """Everything is installed in `~/idem` and used from there; the checkout is only read."""
     activations = set(re.findall(r"[\w~./]*/bin/activate", README))
 
     assert activations == {"~/idem/bin/activate"}

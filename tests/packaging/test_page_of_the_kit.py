@@ -1,4 +1,4 @@
-"""The page on testing one's own handlers: what it shows are tests that pass, and fail where it says so."""
+"""The tests on the page about testing handlers pass, and fail where the page says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUIET = ("-p", "no:schemathesis", "-p", "no:valkey", "-p", "no:cacheprovider")
 
 
 def write(folder: Path) -> None:
-    """The files of the page: each block says in its first line which it belongs to."""
+    """Write the files of the page; the first line of each block names its file."""
     for block in code_blocks(PAGE, "python"):
         name, _, text = block.partition("\n")
         with (folder / name.removeprefix("# ")).open("a", encoding="utf-8") as file:
@@ -24,7 +24,7 @@ def write(folder: Path) -> None:
     (folder / "settings.toml").write_bytes((ROOT / "examples" / "billing" / "settings.toml").read_bytes())
 
 
-def test_what_the_page_shows_passes_and_a_careless_handler_fails_as_it_says(tmp_path: Path) -> None:
+def test_the_tests_on_the_page_pass_and_fail_for_an_unguarded_handler(tmp_path: Path) -> None:
     write(tmp_path)
     conftest = (tmp_path / "conftest.py").read_text(encoding="utf-8")
     careless = tmp_path / "careless"
@@ -50,6 +50,6 @@ def run(folder: Path, *arguments: str) -> str:
     return ran.stdout
 
 
-def test_the_page_counts_the_mishaps_rightly() -> None:
+def test_the_page_states_the_number_of_faults() -> None:
     assert len(MISHAPS) == 18
     assert "`fault` makes this eighteen tests" in PAGE

@@ -1,4 +1,4 @@
-"""What the repository's files may hold: no registry's address, and a version of everything that is installed."""
+"""The repository contains no registry address, and pins every package that it installs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from tests.packaging.installation import required_names
 from tests.packaging.repository import ROOT, files, name_of
 
-# Written in parts, or this file would name them.
+# Split up, so that this file does not contain the names itself.
 REGISTRIES = [
     ".".join(parts)
     for parts in (
@@ -29,61 +29,61 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def text_of(path: Path) -> str | None:
-    """`None` for what is no text."""
+    """Return the text of a file, or `None` if it is binary."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return None
 
 
-def asked_for() -> list[Requirement]:
-    """What pyproject.toml asks for: to run, with every extra, to develop, to measure, to build."""
+def requirements() -> list[Requirement]:
+    """Return the requirements in pyproject.toml: runtime, extras, development, benchmarks and build."""
     project = PROJECT["project"]
     groups = PROJECT["dependency-groups"].values()
     lists = [project["dependencies"], *project["optional-dependencies"].values(), *groups]
     return [Requirement(line) for line in sum(lists, start=list(PROJECT["build-system"]["requires"]))]
 
 
-def installed_for_us() -> set[str]:
-    """The names of everything that follows from it."""
-    return required_names(asked_for(), without=PROJECT["project"]["name"])
+def installed_packages() -> set[str]:
+    """Return the names of all packages that these requirements install."""
+    return required_names(requirements(), without=PROJECT["project"]["name"])
 
 
 @pytest.mark.parametrize("host", REGISTRIES)
-def test_no_file_names_a_registry(host: str) -> None:
+def test_no_file_names_a_package_registry(host: str) -> None:
     named = re.compile(rf"(?<![\w-]){re.escape(host)}(?![\w-])")
 
     assert [name_of(path) for path in files() if named.search(text_of(path) or "")] == []
 
 
-def test_constraints_are_names_and_versions_and_no_address() -> None:
+def test_constraints_are_pinned_names_without_urls() -> None:
     assert [line for line in CONSTRAINTS if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.+!]*", line)] == []
 
 
-def test_constraints_pin_everything_that_is_installed_for_us() -> None:
+def test_constraints_pin_every_installed_package() -> None:
     pinned = {canonicalize_name(line.partition("==")[0]) for line in CONSTRAINTS}
 
-    assert installed_for_us() - pinned == set()
+    assert installed_packages() - pinned == set()
 
 
-def test_constraints_pin_what_pyproject_allows() -> None:
+def test_pinned_versions_satisfy_pyproject() -> None:
     pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in CONSTRAINTS)}
 
-    for requirement in asked_for():
+    for requirement in requirements():
         if requirement.name != PROJECT["project"]["name"]:
             assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
 
 
 def test_pinned_packages_install_on_the_oldest_python() -> None:
     """Debian 12 has Python 3.11.2: a pin that needs 3.11.5 stops `make setup` there."""
-    requires = {name: distribution(name).metadata["Requires-Python"] for name in installed_for_us()}
+    requires = {name: distribution(name).metadata["Requires-Python"] for name in installed_packages()}
 
     refused = {name: spec for name, spec in requires.items() if spec and not SpecifierSet(spec).contains("3.11.0")}
 
     assert refused == {}
 
 
-def test_the_servers_of_compose_listen_on_loopback_and_redis_forgets_nothing() -> None:
+def test_compose_servers_use_loopback_and_redis_persists_without_eviction() -> None:
     compose = (ROOT / "compose.yaml").read_text(encoding="utf-8")
     published = re.findall(r'^ +- "?([\d.:]+)"?$', compose, re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""The site is built without a warning, hangs together, and fetches nothing from elsewhere."""
+"""The site builds without warnings, all its pages are linked, and it loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tests.packaging import site
 from tests.packaging.repository import ROOT, files, name_of
 from tests.support.browser import Browser, Colours
 
-pytestmark = pytest.mark.timeout(300)  # Sphinx reads and draws two hundred pages first
+pytestmark = pytest.mark.timeout(300)  # Sphinx renders two hundred pages first
 
 WIDTHS = (1280, 400)
 SERVED_BY_SPHINX = {"genindex.html", "search.html"}
-"""Pages of its own making: an index of nothing, and the search, which is a form on every page."""
+"""Pages that Sphinx generates: an empty index, and the search, which is a form on every page."""
 FETCHING = re.compile(r"@import|url\(\s*['\"]?(?:https?:)?//|\bfetch\(\s*['\"]https?:|\bsrc=['\"](?:https?:)?//")
 
 
 class Links(HTMLParser):
-    """What a page links to, and what it has a browser fetch."""
+    """The links of a page, and the resources that a browser loads for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Links(HTMLParser):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built from nothing: of what it has seen before Sphinx does not warn again."""
+    """Build the site from scratch, since Sphinx does not repeat warnings about unchanged pages."""
     folder = tmp_path_factory.mktemp("site")
     done = site.build(folder)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
@@ -74,14 +74,14 @@ def reachable(start: Path) -> set[Path]:
     return found
 
 
-def test_every_page_can_be_reached_from_the_first_one(built: Path) -> None:
+def test_every_page_is_reachable_from_the_start_page(built: Path) -> None:
     every = {page for page in built.rglob("*.html") if page.name not in SERVED_BY_SPHINX}
 
     assert len(every) > 100
     assert every - reachable((built / "index.html").resolve()) == set()
 
 
-def test_nothing_is_fetched_from_elsewhere(built: Path) -> None:
+def test_nothing_is_loaded_from_other_hosts(built: Path) -> None:
     strange = {
         (page.name, address)
         for page in built.rglob("*.html")
@@ -100,7 +100,7 @@ def test_options_keep_their_hyphens(built: Path) -> None:
     assert "JSON lines with --json" in page
 
 
-def test_what_is_searched_is_the_pages_and_not_the_sources(built: Path) -> None:
+def test_the_search_covers_the_pages_but_not_the_sources(built: Path) -> None:
     index = (built / "searchindex.js").read_text(encoding="utf-8")
     known = json.loads(index[index.index("{") : index.rindex("}") + 1])
     titles = set(known["titles"])
@@ -119,7 +119,7 @@ def test_an_index_lists_every_page_of_its_folder(folder: Path) -> None:
     assert site.EVERY_PAGE in index or unlisted == set(), f"list it in {name_of(folder / 'index.md')}"
 
 
-def test_a_link_out_of_the_documentation_leads_to_a_page_of_the_site() -> None:
+def test_links_to_files_outside_docs_become_pages_of_the_site() -> None:
     every = site.pages()
 
     rewritten = every["explanation/guarantees.md"].text
@@ -129,7 +129,7 @@ def test_a_link_out_of_the_documentation_leads_to_a_page_of_the_site() -> None:
 
 
 @pytest.mark.parametrize("drawing", sorted((ROOT / "docs" / "diagrams").glob("*.svg")), ids=lambda file: file.name)
-def test_a_diagram_is_told_to_those_who_do_not_see_it(drawing: Path) -> None:
+def test_diagrams_have_a_title_and_description_for_screen_readers(drawing: Path) -> None:
     text = drawing.read_text(encoding="utf-8")
     titles = re.findall(r'<(title|desc) id="([\w-]+)">[^<]{10,}</\1>', text)
 
@@ -141,8 +141,8 @@ def test_a_diagram_is_told_to_those_who_do_not_see_it(drawing: Path) -> None:
 
 @pytest.fixture(scope="module")
 def address(built: Path) -> Iterator[str]:
-    """The site, served on a port of the loopback address."""
-    handler = partial(Quiet, directory=str(built))
+    """Serve the site on a loopback port."""
+    handler = partial(SilentHandler, directory=str(built))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -151,30 +151,30 @@ def address(built: Path) -> Iterator[str]:
         thread.join()
 
 
-class Quiet(SimpleHTTPRequestHandler):
+class SilentHandler(SimpleHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
-        """Nobody reads it."""
+        """Discard the access log."""
 
 
-def test_pages_are_whole_in_a_browser(browser: Browser, address: str, tmp_path: Path) -> None:
+def test_pages_fit_the_browser_window_and_follow_its_theme(browser: Browser, address: str, tmp_path: Path) -> None:
     pages = ("index", "tutorial/first-service", "explanation/guarantees")
-    for page, width, colours in product(pages, WIDTHS, get_args(Colours)):
-        browser.prefer(colours)
+    for page, width, colors in product(pages, WIDTHS, get_args(Colours)):
+        browser.prefer(colors)
         browser.resize(width)
         browser.open(f"{address}/{page}.html")
 
         browser.screenshot(tmp_path / "page.png")
 
-        seen = f"{page}, {width} pixels, {colours}"
+        seen = f"{page}, {width} pixels, {colors}"
         assert (tmp_path / "page.png").stat().st_size > 10_000, seen
         assert browser.errors() == [], seen
         assert [request for request in browser.requests() if not request.startswith((address, "data:"))] == [], seen
         assert browser.script("return document.documentElement.scrollWidth - window.innerWidth") <= 0, seen
         background = browser.script("return getComputedStyle(document.body).backgroundColor")
-        assert is_dark(background) == (colours == "dark"), seen
+        assert is_dark(background) == (colors == "dark"), seen
 
 
-def test_diagrams_can_be_read_and_fit_and_follow_the_switch_of_the_site(browser: Browser, address: str) -> None:
+def test_diagrams_are_legible_fit_the_page_and_follow_the_theme_switch(browser: Browser, address: str) -> None:
     for width in WIDTHS:
         browser.resize(width)
         browser.open(f"{address}/explanation/guarantees.html")
@@ -185,10 +185,10 @@ def test_diagrams_can_be_read_and_fit_and_follow_the_switch_of_the_site(browser:
         )
 
         assert len(sizes) == 3
-        for wide, high, letters in sizes:
+        for wide, high, text_height in sizes:
             assert 300 < wide <= width
             assert high > 300
-            assert letters >= 10
+            assert text_height >= 10
 
     paper = "return getComputedStyle(document.querySelector('figure.diagram rect')).fill"
     in_light = browser.script(paper)
@@ -198,7 +198,7 @@ def test_diagrams_can_be_read_and_fit_and_follow_the_switch_of_the_site(browser:
     assert (is_dark(in_light), is_dark(browser.script(paper))) == (False, True)
 
 
-def test_a_search_finds_what_is_told(browser: Browser, address: str) -> None:
+def test_the_search_finds_a_page_by_its_text(browser: Browser, address: str) -> None:
     browser.open(f"{address}/search.html?q=takeover")
     found = "return [...document.querySelectorAll('#search-results li a')].map(link => link.textContent)"
 
@@ -208,6 +208,6 @@ def test_a_search_finds_what_is_told(browser: Browser, address: str) -> None:
     assert browser.errors() == []
 
 
-def is_dark(colour: str) -> bool:
-    """Whether a color, as in rgb(1, 2, 3), is nearer to black."""
-    return sum(map(int, re.findall(r"\d+", colour)[:3])) < 3 * 128
+def is_dark(color: str) -> bool:
+    """Return whether a color such as rgb(1, 2, 3) is closer to black than to white."""
+    return sum(map(int, re.findall(r"\d+", color)[:3])) < 3 * 128

@@ -1,4 +1,4 @@
-"""Everything that a page shows as code is run, loaded or looked up: `tests/packaging/snippets.py` says how."""
+"""All code on the pages is run, loaded or looked up, as described in `tests/packaging/snippets.py`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.support.postgres import PostgresServer
 PAGES = list(snippets.pages())
 HOW_TO = [page for page in PAGES if page.is_relative_to(ROOT / "docs" / "how-to")]
 EVERY = [block for page in PAGES for block in snippets.blocks(page)]
-STANDS_IN, RUN_BY = "stands in ", "run by "
-"""Why a block need not be run here: a file that tests run holds it, or a test reads it off the page."""
+PART_OF, RUN_BY = "part of ", "run by "
+"""Reasons not to run a block here: a tested file contains it, or another test extracts it from the page."""
 
 
 def of(language: str) -> list[Block]:
@@ -55,7 +55,7 @@ def parsed(block: Block) -> ast.Module:
 
 
 def imported(block: Block) -> set[str]:
-    """Names that a block imports, but for those of our own tests."""
+    """Return the names that a block imports, except from `tests`."""
     return {
         alias.asname or alias.name.partition(".")[0]
         for statement in parsed(block).body
@@ -69,29 +69,31 @@ def imported(block: Block) -> set[str]:
 def test_a_page_that_hides_code_links_to_a_complete_program(page: Path) -> None:
     links = re.findall(r"\]\(\.\./\.\./(examples/[\w/]+\.py)\)", page.read_text(encoding="utf-8"))
 
-    assert links, "link to a complete program"
+    assert links, "the page does not link to a complete program"
     assert all((ROOT / link).is_file() for link in links)
 
 
 @pytest.mark.parametrize("page", [page for page in HOW_TO if hidden_from(page)], ids=name_of)
 def test_a_snippet_imports_what_it_uses(page: Path) -> None:
-    """What the page imports out of sight, readers would have to find out."""
+    """Readers cannot see hidden imports."""
     shown = [block for block in snippets.blocks(page, "python") if not block.is_hidden and not block.reason]
-    out_of_sight = set().union(*(imported(block) for block in hidden_from(page)))
+    hidden_imports = set().union(*(imported(block) for block in hidden_from(page)))
     known: set[str] = set()
     missing: list[str] = []
     for block in shown:
         known |= imported(block)
         used = {node.id for node in ast.walk(parsed(block)) if isinstance(node, ast.Name)}
-        missing += [f"{block}: {name}" for name in sorted(used & out_of_sight - known)]
+        missing += [f"{block}: {name}" for name in sorted(used & hidden_imports - known)]
 
     assert missing == []
 
 
 @pytest.fixture
 def page_module(tmp_path: Path) -> Iterator[ModuleType]:
-    """What the code of a page is a module of: annotations are looked up in it.  It finds a folder, and a stack of
-    what is to be closed behind it."""
+    """Create the module in which the code of a page runs, with an empty `folder` and the stack `closing`.
+
+    It is registered, so that annotations can be resolved.
+    """
     module = ModuleType("page")
     vars(module).update(folder=tmp_path, closing=AsyncExitStack())
     sys.modules["page"] = module
@@ -101,7 +103,7 @@ def page_module(tmp_path: Path) -> Iterator[ModuleType]:
 
 @pytest.mark.filterwarnings("ignore:It looks like `register_random`")
 @pytest.mark.parametrize("page", with_python(), ids=name_of)
-def test_the_programs_of_a_page_run(page: Path, page_module: ModuleType) -> None:
+def test_python_on_a_page_runs(page: Path, page_module: ModuleType) -> None:
     names = vars(page_module)
     with asyncio.Runner() as runner:
         try:
@@ -117,7 +119,7 @@ def test_the_programs_of_a_page_run(page: Path, page_module: ModuleType) -> None
 
 
 @pytest.mark.parametrize("block", of("toml"), ids=str)
-def test_settings_hold_no_mistake(block: Block, tmp_path: Path) -> None:
+def test_toml_blocks_are_valid_settings(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text(block.text, encoding="utf-8")
 
@@ -125,13 +127,13 @@ def test_settings_hold_no_mistake(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [*of("sh"), *of("console")], ids=str)
-def test_what_is_typed_is_there(block: Block) -> None:
+def test_shell_commands_refer_to_existing_things(block: Block) -> None:
     assert list(snippets.mistakes_in_shell(block.text)) == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets.indented(page)], ids=name_of)
-def test_commands_that_are_set_apart_by_spaces_are_there(page: Path) -> None:
-    """Pages that are read as plain text show commands so, with words behind them."""
+def test_indented_commands_refer_to_existing_things(page: Path) -> None:
+    """Pages that are read as plain text indent commands, followed by explanations."""
     typed = [
         line.strip().partition("  ")[0]
         for text in snippets.indented(page)
@@ -142,7 +144,7 @@ def test_commands_that_are_set_apart_by_spaces_are_there(page: Path) -> None:
     assert [mistake for line in typed for mistake in snippets.mistakes_in_shell(line)] == []
 
 
-async def test_statements_are_those_of_a_real_server(shared_postgres: PostgresServer) -> None:
+async def test_sql_statements_run_on_a_real_server(shared_postgres: PostgresServer) -> None:
     connection = await asyncpg.connect(shared_postgres.url.replace("+asyncpg", ""))
     attempt = connection.transaction()
     await attempt.start()
@@ -155,7 +157,7 @@ async def test_statements_are_those_of_a_real_server(shared_postgres: PostgresSe
         await connection.close()
 
 
-def test_files_of_other_tools_can_be_read() -> None:
+def test_yaml_and_json_blocks_can_be_parsed() -> None:
     for block in of("json"):
         json.loads(block.text)
     for block in of("yaml"):
@@ -163,25 +165,25 @@ def test_files_of_other_tools_can_be_read() -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in EVERY if block.reason], ids=str)
-def test_what_is_not_run_here_is_run_elsewhere(block: Block) -> None:
-    assert block.reason.startswith((STANDS_IN, RUN_BY)), f"{block}: {block.reason}"
+def test_blocks_that_are_not_run_here_are_run_elsewhere(block: Block) -> None:
+    assert block.reason.startswith((PART_OF, RUN_BY)), f"{block}: {block.reason}"
     if block.reason.startswith(RUN_BY):
         assert f'"{block.page.name}"' in (ROOT / block.reason.removeprefix(RUN_BY)).read_text(encoding="utf-8")
         return
 
-    file = ROOT / block.reason.removeprefix(STANDS_IN)
+    file = ROOT / block.reason.removeprefix(PART_OF)
 
     assert any(file.is_relative_to(folder) for folder in (ROOT / "tests", ROOT / "examples", snippets.SCAFFOLD))
     assert block.text.strip() in file.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_block_says_what_it_is_in(page: Path) -> None:
+def test_every_block_states_its_language(page: Path) -> None:
     assert [
         f"{block}: {block.language}" for block in snippets.blocks(page) if block.language not in snippets.LANGUAGES
     ] == []
     if page.is_relative_to(ROOT / "docs"):
-        assert snippets.indented(page) == [], "write ```text"
+        assert snippets.indented(page) == [], "use a fenced block with ```text"
 
 
 @pytest.mark.parametrize(
@@ -189,11 +191,11 @@ def test_every_block_says_what_it_is_in(page: Path) -> None:
     [
         ("integr8s-idem rnu", "integr8s-idem has no command rnu"),
         ("integr8s-idem run --fast a:b", "integr8s-idem run has no option --fast"),
-        ("PYTHONPATH=. python -m examples.nothing", "there is no module examples.nothing"),
-        ("cd shop && make coffee", "make has no target coffee"),
-        ("pip install '.[sql,lead]'", "there is no extra lead"),
-        ("frobnicate --all", "frobnicate is no program that is known here"),
+        ("PYTHONPATH=. python -m examples.nothing", "module examples.nothing not found"),
+        ("cd shop && make coffee", "unknown make target coffee"),
+        ("pip install '.[sql,lead]'", "unknown extra lead"),
+        ("frobnicate --all", "unknown program frobnicate"),
     ],
 )
-def test_a_command_that_is_not_there_is_found(typed: str, mistake: str) -> None:
+def test_an_invalid_command_is_reported(typed: str, mistake: str) -> None:
     assert list(snippets.mistakes_in_shell(typed)) == [mistake]

@@ -1,4 +1,4 @@
-"""`make check` finds slips of spelling, and British words in prose, and leaves code alone."""
+"""`make check` finds misspellings everywhere and British words in prose, but not in code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def initialise() -> str:
         ("notes.txt", "The colour.", []),
     ],
 )
-def test_british_words_are_found_in_prose_alone(name: str, text: str, found: list[str], tmp_path: Path) -> None:
+def test_british_words_are_found_in_prose_only(name: str, text: str, found: list[str], tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_text(text, encoding="utf-8")
 
@@ -54,13 +54,13 @@ def test_british_words_are_found_in_prose_alone(name: str, text: str, found: lis
     assert sorted(f"{slip.place} {slip.word}" for slip in slips) == sorted(found)
 
 
-def test_a_slip_is_found_anywhere(tmp_path: Path) -> None:
+def test_misspellings_are_found_anywhere(tmp_path: Path) -> None:
     file = tmp_path / "module.py"
-    slip = "rec" + "ieve"  # in one piece it would be one of this file's own
+    slip = "rec" + "ieve"  # split, so that it is not a misspelling in this file
     file.write_text(f"def {slip}() -> None: ...\n", encoding="utf-8")
 
-    assert f"{file}:1: {slip} ==> receive" in spelling.misspelt(file)
+    assert f"{file}:1: {slip} ==> receive" in spelling.misspellings(file)
 
 
-def test_what_is_let_pass_is_in_the_list_otherwise() -> None:
+def test_every_allowed_word_is_listed_by_codespell() -> None:
     assert spelling.AMERICAN_TOO - spelling.listed().keys() == set()

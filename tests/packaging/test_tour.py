@@ -1,4 +1,4 @@
-"""The tour of the code names real functions, in the order in which they run."""
+"""The code tour names existing functions in the order in which they run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = [(name, f"{module}.py") for name, module in ROW.findall(PAGE)]
 
 
 @pytest.mark.parametrize(("name", "file"), STEPS)
-def test_each_function_of_the_tour_is_in_its_file(name: str, file: str) -> None:
+def test_each_function_of_the_tour_exists_in_its_file(name: str, file: str) -> None:
     module = importlib.import_module("integr8s_idem." + file.removesuffix(".py").replace("/", "."))
 
     assert callable(reduce(getattr, name.split("."), module))
@@ -39,7 +39,7 @@ def test_functions_named_below_the_table_exist() -> None:
         assert any(defined.search(source) for source in sources), f"{owner}.{name}"
 
 
-async def test_one_event_takes_the_tour_in_its_order() -> None:
+async def test_handling_an_event_calls_the_functions_in_the_order_of_the_tour() -> None:
     handled: list[ParcelSent] = []
 
     async def handle(event: ParcelSent) -> None:
@@ -50,11 +50,11 @@ async def test_one_event_takes_the_tour_in_its_order() -> None:
 
     remaining = iter(calls)
     for step in STEPS:
-        assert step in remaining, f"{step} is not called, or earlier than the step before it"
+        assert step in remaining, f"{step} is not called, or is called before the previous step"
 
 
 async def _calls_of(handle: Any) -> list[tuple[str, str]]:
-    """Functions of the library that run while one event is handled: name and file, in the order of their first call."""
+    """Return the library functions that run for one event, as name and file, in the order of their first calls."""
     folder = str(Path(integr8s_idem.__file__).parent) + "/"
     calls: dict[tuple[str, str], None] = {}
 

@@ -1,4 +1,4 @@
-"""The wheel holds the library and nothing else, and works away from the checkout."""
+"""The wheel contains only the library, and works outside the checkout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.packaging.repository import ROOT, files, name_of
 LIBRARY = ROOT / "integr8s_idem"
 
 ERRORS = "integr8s_idem/operations/errors.md"
-"""A page of the documentation, for whoever has no other."""
+"""The page of the documentation that is part of the wheel, for `integr8s-idem errors`."""
 
 LOOK_AROUND = """
 import importlib.machinery, os, integr8s_idem, integr8s_idem.stores.redis, integr8s_idem.worker
@@ -38,7 +38,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def elsewhere(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the wheel is installed into, without its dependencies."""
+    """Install the wheel without its dependencies, and return the folder."""
     folder = tmp_path_factory.mktemp("elsewhere")
     options = ["--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
     install = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(wheel)]
@@ -48,7 +48,7 @@ def elsewhere(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_in(folder: Path, *arguments: str) -> str:
-    """Python with the wheel and its dependencies, and no way back: `.pth` files lead nowhere without `site`."""
+    """Run Python with the wheel and its dependencies, but without `site`, whose `.pth` files lead to the checkout."""
     paths = [str(folder), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
     ran = subprocess.run(
@@ -59,7 +59,7 @@ def run_in(folder: Path, *arguments: str) -> str:
     return ran.stdout
 
 
-def test_the_wheel_holds_the_library_whole_and_alone(wheel: Path) -> None:
+def test_the_wheel_contains_the_complete_library_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
 
@@ -69,7 +69,7 @@ def test_the_wheel_holds_the_library_whole_and_alone(wheel: Path) -> None:
     assert {f"{page}.css", f"{page}.js"} <= held
 
 
-def test_the_wheel_holds_the_licence_and_the_readme(wheel: Path) -> None:
+def test_the_wheel_contains_the_license_and_the_readme(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = {name.partition(".dist-info/")[2]: name for name in archive.namelist() if ".dist-info/" in name}
 
@@ -77,27 +77,27 @@ def test_the_wheel_holds_the_licence_and_the_readme(wheel: Path) -> None:
         assert (ROOT / "README.md").read_text(encoding="utf-8") in archive.read(inside["METADATA"]).decode()
 
 
-def test_away_from_the_checkout_the_library_is_that_of_the_wheel(elsewhere: Path) -> None:
+def test_outside_the_checkout_the_library_is_imported_from_the_wheel(elsewhere: Path) -> None:
     place, missing, strangers = run_in(elsewhere, "-c", LOOK_AROUND, sysconfig.get_path("purelib")).splitlines()
 
     assert Path(place).parent.parent == elsewhere
     assert (missing, strangers) == ("[]", "[]")
 
 
-def test_away_from_the_checkout_the_first_minute_charges_once(elsewhere: Path, tmp_path: Path) -> None:
+def test_outside_the_checkout_the_first_minute_example_charges_once(elsewhere: Path, tmp_path: Path) -> None:
     program = tmp_path / "first_minute.py"
     program.write_bytes((ROOT / "examples" / "first_minute.py").read_bytes())
 
     assert run_in(elsewhere, str(program)) == "charging the card\nreceipt-1\nreceipt-1\n"
 
 
-def test_away_from_the_checkout_the_command_tells_what_an_error_means(elsewhere: Path) -> None:
-    told = run_in(elsewhere, "-m", "integr8s_idem", "errors", "docs/reference/errors.md#leaselosterror")
+def test_outside_the_checkout_the_command_explains_errors(elsewhere: Path) -> None:
+    text = run_in(elsewhere, "-m", "integr8s_idem", "errors", "docs/reference/errors.md#leaselosterror")
 
-    assert told.startswith("LeaseLostError\n\nA run lost its reservation before it finished")
+    assert text.startswith("LeaseLostError\n\nA run lost its reservation before it finished")
 
 
-def test_away_from_the_checkout_the_command_tells_its_version(elsewhere: Path) -> None:
+def test_outside_the_checkout_the_command_prints_its_version(elsewhere: Path) -> None:
     version = next(elsewhere.glob("*.dist-info")).stem.partition("-")[2]
 
     assert run_in(elsewhere, "-m", "integr8s_idem", "--version") == f"integr8s-idem {version}\n"

@@ -1,4 +1,4 @@
-"""What runs on the hosting platform: commands of the README, on every Python that the metadata names."""
+"""CI runs the commands of the README, on every Python version in the metadata."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def commands(job: str) -> list[str]:
     return [line for step in JOBS[job]["steps"] for line in step.get("run", "").splitlines()]
 
 
-def test_the_tests_run_on_every_python_of_the_metadata() -> None:
+def test_tests_run_on_every_python_version_of_the_metadata() -> None:
     named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if ":: Python :: 3." in line]
 
     assert JOBS["test"]["strategy"]["matrix"]["python"] == named
@@ -32,12 +32,12 @@ def test_the_tests_run_on_every_python_of_the_metadata() -> None:
     ("job", "command"),
     [("check", "make check"), ("wheel", "make wheel"), ("docs", "make docs"), ("lowest", "make test-lowest")],
 )
-def test_each_job_runs_what_a_developer_types(job: str, command: str) -> None:
+def test_each_job_runs_a_documented_make_target(job: str, command: str) -> None:
     assert commands(job)[0] == command
     assert command.removeprefix("make ") in TARGETS
 
 
-def test_jobs_end_and_may_only_read() -> None:
+def test_jobs_have_timeouts_and_read_only_permissions() -> None:
     assert WORKFLOW["permissions"] == {}
     assert {name: (job["permissions"], job["timeout-minutes"] <= 60) for name, job in JOBS.items()} == {
         name: ({"contents": "read"}, True) for name in JOBS

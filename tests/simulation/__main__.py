@@ -15,11 +15,11 @@ from tests.simulation.world import Verdict, simulate
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--seed", type=int, help="one run")
-    which.add_argument("--seeds", type=_span, metavar="FIRST:END", help="the runs from FIRST to END - 1")
-    parser.add_argument("--bug", choices=sorted(BUGS), help="with this bug put into the library")
-    parser.add_argument("--trace", action="store_true", help="print what happened, step by step")
-    parser.add_argument("--json", action="store_true", help="one line of JSON a run")
+    which.add_argument("--seed", type=int, help="simulate one run")
+    which.add_argument("--seeds", type=_span, metavar="FIRST:END", help="simulate the runs FIRST to END - 1")
+    parser.add_argument("--bug", choices=sorted(BUGS), help="inject this bug into the library")
+    parser.add_argument("--trace", action="store_true", help="print each step")
+    parser.add_argument("--json", action="store_true", help="output JSON, one line per run")
     return parser.parse_args()
 
 
@@ -27,28 +27,28 @@ def _span(text: str) -> range:
     first, _, end = text.partition(":")
     seeds = range(int(first), int(end))
     if not seeds:
-        raise argparse.ArgumentTypeError(f"{text!r} holds no seed; write FIRST:END, such as 0:1000")
+        raise argparse.ArgumentTypeError(f"{text!r} is an empty range; use FIRST:END, such as 0:1000")
     return seeds
 
 
 def _print(verdict: Verdict, bug: str | None, *, as_json: bool, trace: bool) -> None:
     if as_json:
-        told = {"seed": verdict.seed, "digest": verdict.digest, "violations": verdict.violations}
-        print(json.dumps(told | {"counts": dict(sorted(verdict.counts.items()))}), flush=True)
+        outcome = {"seed": verdict.seed, "digest": verdict.digest, "violations": verdict.violations}
+        print(json.dumps(outcome | {"counts": dict(sorted(verdict.counts.items()))}), flush=True)
         return
     if trace:
         for at, who, what, *details in verdict.trace:
             print(f"{at:9.4f}  {who:4} {what:15}", *details)
     if verdict.violations:
-        print(f"seed {verdict.seed}  {verdict.digest}  broken: {command(verdict.seed, bug or '')}")
+        print(f"seed {verdict.seed}  {verdict.digest}  failed: {command(verdict.seed, bug or '')}")
         for violation in verdict.violations:
             print(f"    {violation}")
     else:
-        print(f"seed {verdict.seed}  {verdict.digest}  good")
+        print(f"seed {verdict.seed}  {verdict.digest}  ok")
 
 
 def main() -> int:
-    """The exit status: 0 if every run kept all promises, 1 if not."""
+    """Run the simulations, and return 1 if a run violated a guarantee, otherwise 0."""
     arguments = _arguments()
     seeds = arguments.seeds if arguments.seed is None else [arguments.seed]
     broken = 0

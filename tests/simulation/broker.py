@@ -1,4 +1,4 @@
-"""A broker with one topic's worth of everything: logs, a consumer group with eager rebalances, offsets."""
+"""A simulated broker: logs, offsets, and a consumer group with eager rebalances."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from tests.simulation.consumer import SimulatedConsumer
 
 SESSION: Final = 3.0
-"""Seconds of silence after which a member is out."""
+"""Seconds without a heartbeat after which a member is removed."""
 
 REBALANCE: Final = 3.0
-"""Seconds that a rebalance waits for its members."""
+"""Seconds that a rebalance waits for members to join."""
 
 HEARTBEAT: Final = 0.5
-"""Seconds after which a member knows at the latest that there is a rebalance, or that it is out."""
+"""Maximum seconds until a member learns of a rebalance or of its removal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message."""
+    """A message."""
 
     topic: str
     partition: int
@@ -40,26 +40,26 @@ class Message:
     headers: Sequence[tuple[str, bytes]] = ()
     timestamp: int = 1_893_456_000_000
     is_marker: bool = False
-    """It takes an offset, and no consumer ever sees it: the marker of a transaction, or an aborted message."""
+    """Whether the message occupies an offset that no consumer sees: a transaction marker or an aborted message."""
 
 
 class Broker:
-    """Logs by partition."""
+    """The logs by partition, and the consumer group."""
 
     def __init__(self, history: History, random: Random, network: Network, topics: Sequence[str], partitions: int):
         self.logs: dict[Partition, list[Message]] = {
             Partition(topic, number): [] for topic in topics for number in range(partitions)
         }
-        self.letters: list[Message] = []
+        self.dead_letters: list[Message] = []
         self.transactions: Callable[[], int] = lambda: 0
-        """How many markers follow a message."""
+        """Returns the number of markers after a message."""
         self.refusing = False
-        """It takes no messages."""
+        """Whether the broker rejects messages."""
         self.poll_failures = 0.0
-        """Share of polls that fail, losing what they have taken."""
+        """Probability that a poll fails and loses its messages."""
         self.commit_failures = 0.0
         self.hold_ups = 0.0
-        """Share of commits and stops that get no answer."""
+        """Probability that a commit or stop gets no answer."""
         self.history = history
         self.random = random
         self.network = network
@@ -67,9 +67,9 @@ class Broker:
         self._partitions = partitions
 
     def append(self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]) -> None:
-        """Take a message; dead letters go where nobody consumes them."""
+        """Append a message; dead dead_letters go to a list that nobody consumes."""
         if topic.endswith(".dlq"):
-            self.letters.append(Message(topic, 0, len(self.letters), key, value, headers))
+            self.dead_letters.append(Message(topic, 0, len(self.dead_letters), key, value, headers))
             self.history.dead_letter(headers)
             return
         number = zlib.crc32(key) % self._partitions if key is not None else 0
@@ -84,38 +84,38 @@ class Broker:
 
 @dataclass(slots=True)
 class Group:
-    """A consumer group as its coordinator sees it."""
+    """The consumer group in the view of its coordinator."""
 
     broker: Broker
     members: dict[SimulatedConsumer, asyncio.Future[tuple[int, list[Partition]]] | None] = field(default_factory=dict)
-    """Each with what it waits for, while it joins."""
+    """Members, each with the future of its assignment while it joins."""
     generation: int = 0
     committed: dict[Partition, int] = field(default_factory=dict)
     preparing: bool = False
     rewind: int = 0
-    """By how much the next rebalance finds the offsets set back."""
+    """Number of messages by which the next rebalance rewinds the offsets."""
     check: Callable[[Partition, int, int], None] = lambda partition, known, offset: None
-    """Told of every commit: from where to where."""
+    """Called for every commit with the old and the new offset."""
 
     def join(self, member: SimulatedConsumer) -> asyncio.Future[tuple[int, list[Partition]]]:
-        """Ask for a part; the answer comes when everybody has asked, or has waited too long."""
+        """Join the group; the answer comes when all members have joined or the rebalance timed out."""
         place: asyncio.Future[tuple[int, list[Partition]]] = asyncio.get_running_loop().create_future()
         self.members[member] = place
         self.begin_rebalance()
-        self._complete_if_all_are_there()
+        self._complete_if_all_joined()
         return place
 
     def leave(self, member: SimulatedConsumer) -> None:
-        """It is out: it said so, or was silent for too long."""
+        """Remove a member that left or timed out."""
         if member not in self.members:
             return
         self.broker.history.note("out", member.name)
         place = self.members.pop(member)
         if place is not None and not place.done():
             place.set_exception(UnknownMemberIdError())
-        member.told_of(member.generation)
+        member.notify(member.generation)
         if self.preparing:
-            self._complete_if_all_are_there()
+            self._complete_if_all_joined()
         else:
             self.begin_rebalance()
 
@@ -127,25 +127,25 @@ class Group:
         self.broker.history.note("rebalance")
         for member, place in self.members.items():
             if place is None:
-                member.told_of(member.generation)
+                member.notify(member.generation)
         awaited = self.generation
         self.broker.network.later(REBALANCE, lambda: self._give_up_waiting(awaited))
-        self._complete_if_all_are_there()
+        self._complete_if_all_joined()
 
     def _give_up_waiting(self, awaited: int) -> None:
         if self.preparing and self.generation == awaited:
             for member in [member for member, place in self.members.items() if place is None]:
                 self.broker.history.note("out", member.name)
                 del self.members[member]
-                member.told_of(member.generation)
-            self._complete_if_all_are_there()
+                member.notify(member.generation)
+            self._complete_if_all_joined()
 
-    def _complete_if_all_are_there(self) -> None:
+    def _complete_if_all_joined(self) -> None:
         if not self.preparing or any(place is None for place in self.members.values()):
             return
         self.preparing = False
         self.generation += 1
-        self._set_back()
+        self._rewind_offsets()
         members = list(self.members)
         self.broker.random.shuffle(members)
         parts: dict[SimulatedConsumer, list[Partition]] = {member: [] for member in members}
@@ -160,7 +160,7 @@ class Group:
             if place is not None and not place.done():
                 place.set_result((self.generation, part))
 
-    def _set_back(self) -> None:
+    def _rewind_offsets(self) -> None:
         if not self.rewind:
             return
         for partition, offset in self.committed.items():
@@ -169,10 +169,10 @@ class Group:
         self.rewind = 0
 
     def commit(self, member: SimulatedConsumer, generation: int, offsets: Mapping[Partition, int]) -> None:
-        """Take offsets.
+        """Commit offsets.
 
         Raises:
-            CommitFailedError: From somebody who is not a member any more, or of an earlier generation.
+            CommitFailedError: The member was removed, or is of an earlier generation.
         """
         if member not in self.members or generation != self.generation:
             self.broker.history.note("commit refused", member.name)

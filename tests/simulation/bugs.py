@@ -1,7 +1,7 @@
-"""Bugs put into the real code on purpose: the check that the simulation can fail.
+"""Bugs injected into the real code, to prove that the simulation finds them.
 
-Each is a context manager that patches one thing; `BUGS` lists them by name.  Most of them were somebody's
-real bug; docs/decisions/0018 says whose.
+Each is a context manager that patches one thing; `BUGS` lists them by name. Most of them were real bugs; see
+docs/decisions/0018.
 """
 
 from __future__ import annotations
@@ -39,49 +39,49 @@ from tests.simulation.store import Server, SimulatedStoreClient
 Bug = Callable[[], AbstractContextManager[Any]]
 
 
-def _instead(owner: object, name: str, replacement: object) -> AbstractContextManager[Any]:
+def _patched(owner: object, name: str, replacement: object) -> AbstractContextManager[Any]:
     return mock.patch.object(owner, name, replacement)
 
 
-# The store.
+# Store
 
 
 def no_token_check() -> AbstractContextManager[Any]:
-    """Whoever completes, renews or releases is believed, as long as the key is being worked on."""
+    """Complete, renew and release do not check the token while the key is being processed."""
 
     def held(self: Any, reservation: Reserved, now: datetime) -> Any:
         entry = self._living(reservation.key, now)
         return entry if entry is not None and entry.status is IdempotencyStatus.PROCESSING else None
 
-    return _instead(MemoryIdempotencyRepository, "_held", held)
+    return _patched(MemoryIdempotencyRepository, "_held", held)
 
 
 def unconditional_outcome() -> AbstractContextManager[Any]:
-    """An outcome overwrites whatever is there, an earlier outcome included."""
+    """An outcome overwrites the record in any state, including an earlier outcome."""
 
     def held(self: Any, reservation: Reserved, now: datetime) -> Any:
         return self._living(reservation.key, now)
 
-    def settle(self: Any, *told: Any) -> Any:
-        with _instead(MemoryIdempotencyRepository, "_held", held):
-            return settled(self, *told)
+    def settle(self: Any, *arguments: Any) -> Any:
+        with _patched(MemoryIdempotencyRepository, "_held", held):
+            return settled(self, *arguments)
 
     settled = MemoryIdempotencyRepository._settle
-    return _instead(MemoryIdempotencyRepository, "_settle", settle)
+    return _patched(MemoryIdempotencyRepository, "_settle", settle)
 
 
 def unconditional_delete() -> AbstractContextManager[Any]:
-    """A failed run removes the record, whoever owns it now."""
+    """A failed run deletes the record, even if another run owns it now."""
 
     def release(self: Any, reservation: Reserved, now: datetime) -> bool:
         return self._entries.pop(reservation.key, None) is not None
 
-    return _instead(MemoryIdempotencyRepository, "_release", release)
+    return _patched(MemoryIdempotencyRepository, "_release", release)
 
 
 @contextmanager
 def record_shorter_than_lease() -> Iterator[None]:
-    """The record expires while its run goes on."""
+    """The record expires while its run is in progress."""
 
     def renew(self: Any, reservation: Reserved, now: datetime, lease: timedelta) -> bool:
         entry = self._held(reservation, now)
@@ -90,39 +90,39 @@ def record_shorter_than_lease() -> Iterator[None]:
         return entry is not None
 
     with (
-        _instead(memory, "_life", lambda request: request.lease / 5),
-        _instead(MemoryIdempotencyRepository, "_renew", renew),
+        _patched(memory, "_life", lambda request: request.lease / 5),
+        _patched(MemoryIdempotencyRepository, "_renew", renew),
     ):
         yield
 
 
 def clock_of_the_worker() -> AbstractContextManager[Any]:
-    """Leases are compared with the clock of whoever asks."""
-    right = Server.now
+    """Leases are compared with the clock of the worker."""
+    original = Server.now
 
     def now(self: Server) -> datetime:
-        return right(self) + timedelta(seconds=self.asker_is_ahead)
+        return original(self) + timedelta(seconds=self.asker_is_ahead)
 
-    return _instead(Server, "now", now)
+    return _patched(Server, "now", now)
 
 
 def reserve_not_repeatable() -> AbstractContextManager[Any]:
-    """A reservation whose answer was lost is somebody else's to its own caller."""
-    right = MemoryIdempotencyRepository._reserve
+    """After a lost answer, the caller gets its own reservation reported as in progress elsewhere."""
+    original = MemoryIdempotencyRepository._reserve
 
     def reserve(self: Any, request: ReserveRequest, now: datetime) -> Verdict:
         entry = self._living(request.key, now)
         if entry is not None and entry.token == request.token and entry.lease_until is not None:
             left = entry.lease_until - now
             return InProgress(key=request.key, attempt=entry.attempt, retry_after=max(left, timedelta(0)))
-        return right(self, request, now)
+        return original(self, request, now)
 
-    return _instead(MemoryIdempotencyRepository, "_reserve", reserve)
+    return _patched(MemoryIdempotencyRepository, "_reserve", reserve)
 
 
 def check_then_act() -> AbstractContextManager[Any]:
-    """A takeover reads, thinks and writes."""
-    right = SimulatedStoreClient.reserve
+    """A takeover reads the record and writes it later, without checking it again."""
+    original = SimulatedStoreClient.reserve
 
     async def reserve(self: SimulatedStoreClient, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         server = self.server
@@ -130,7 +130,7 @@ def check_then_act() -> AbstractContextManager[Any]:
         now = server.now()
         free = [seen is None or (seen.open and (seen.lease_until or now) <= now) for seen in before]
         if not all(free):
-            return await right(self, requests)
+            return await original(self, requests)
 
         def take(request: ReserveRequest, seen: Any) -> Verdict:
             last = server.inner._entries.get(request.key) if seen is not None else None
@@ -142,14 +142,14 @@ def check_then_act() -> AbstractContextManager[Any]:
 
         return await self._call("set", lambda: [take(*pair) for pair in zip(requests, before, strict=True)])
 
-    return _instead(SimulatedStoreClient, "reserve", reserve)
+    return _patched(SimulatedStoreClient, "reserve", reserve)
 
 
-# The manager and its leases.
+# Manager and leases
 
 
-def no_fencing_by_oneself() -> AbstractContextManager[Any]:
-    """A run whose lease has ended goes on."""
+def no_deadline_of_the_lease() -> AbstractContextManager[Any]:
+    """A run continues after its lease has ended."""
 
     def enter(self: HeldLease) -> HeldLease:
         Deadline.__enter__(self)
@@ -158,27 +158,27 @@ def no_fencing_by_oneself() -> AbstractContextManager[Any]:
         return self
 
     def renewed(self: HeldLease, asked_at: float, lease: timedelta) -> None:
-        self._count_from(asked_at, lease)  # and the deadline stays away
+        self._count_from(asked_at, lease)  # without setting the deadline
 
     return mock.patch.multiple(HeldLease, __enter__=enter, renewed=renewed, lose=lambda self: None)
 
 
 def no_check_before_a_start() -> AbstractContextManager[Any]:
-    """A handler starts whenever its turn comes, however old its reservation is."""
-    return _instead(HeldLease, "is_late", lambda self: False)
+    """A handler starts without checking whether its lease still holds."""
+    return _patched(HeldLease, "is_late", lambda self: False)
 
 
 def every_crash_counts() -> AbstractContextManager[Any]:
-    """Whatever runs beside an event that kills its process is taken for the culprit as well."""
+    """Events that run concurrently with an event that kills its process are blamed as well."""
 
     def crashed_too_often(self: Run, reserved: Reserved) -> bool:
         return reserved.previous is Previous.LAPSED and reserved.attempt > self._services.config.max_attempts
 
-    return _instead(Run, "_crashed_too_often", crashed_too_often)
+    return _patched(Run, "_crashed_too_often", crashed_too_often)
 
 
 def no_renewal() -> AbstractContextManager[Any]:
-    """Leases are never renewed, and nobody is cancelled for it."""
+    """Leases are never renewed, and runs are not canceled when they end."""
 
     @contextmanager
     def both() -> Iterator[None]:
@@ -186,80 +186,80 @@ def no_renewal() -> AbstractContextManager[Any]:
             for lease in leases:
                 lease.renew_at = math.inf
 
-        with no_fencing_by_oneself(), _instead(LeaseKeeper, "_renew", never):
+        with no_deadline_of_the_lease(), _patched(LeaseKeeper, "_renew", never):
             yield
 
     return both()
 
 
 def key_made_again() -> AbstractContextManager[Any]:
-    """The key is made of the event at every attempt, after the handler has had it."""
-    right = Pipeline._prepare
+    """The key is derived again at each attempt, after the handler may have changed the event."""
+    original = Pipeline._prepare
 
     def prepare(self: Pipeline, item: WorkItem, asked: list[Reservable]) -> None:
         execution = item.execution
         if isinstance(execution, GuardedExecution):
             handler: Any = execution.handler
             execution.work.key = handler.resolver.resolve(handler.name, execution.event, execution.generation).key
-        right(self, item, asked)
+        original(self, item, asked)
 
-    return _instead(Pipeline, "_prepare", prepare)
+    return _patched(Pipeline, "_prepare", prepare)
 
 
 def completed_before_the_handler() -> AbstractContextManager[Any]:
-    """The outcome is written first, as with an offset committed before the work."""
-    right = Run.call
+    """The outcome is written before the handler runs."""
+    original = Run.call
 
     async def call(self: Run, function: Any) -> Any:
         assert self.lease is not None
         client = self._services.client
         await client.complete(client.completion(self.lease.reservation, "done", self.work.ttl))
-        return await right(self, function)
+        return await original(self, function)
 
-    return _instead(Run, "call", call)
+    return _patched(Run, "call", call)
 
 
 def token_of_the_process() -> AbstractContextManager[Any]:
-    """All runs of one process have one token: a second run of a key there takes the first one's reservation."""
-    right = StoreClient.request
+    """All runs of a process share a token, so that a second run of a key takes the reservation of the first."""
+    original = StoreClient.request
 
     def request(self: StoreClient, work: Any, trace: Any = None) -> ReserveRequest:
-        return replace(right(self, work, trace), token=self._owner.encode().ljust(16)[:16])
+        return replace(original(self, work, trace), token=self._owner.encode().ljust(16)[:16])
 
-    return _instead(StoreClient, "request", request)
+    return _patched(StoreClient, "request", request)
 
 
-# The worker.
+# Worker
 
 
 def acknowledge_in_progress() -> AbstractContextManager[Any]:
-    """A duplicate of what is being worked on is acknowledged."""
-    return _instead(GuardedExecution, "on_in_progress", property(lambda _: OnInProgress.SKIP))
+    """A duplicate of work in progress is acknowledged."""
+    return _patched(GuardedExecution, "on_in_progress", property(lambda _: OnInProgress.SKIP))
 
 
 def watermark_off_by_one() -> AbstractContextManager[Any]:
-    """The offset of the first unfinished delivery counts as done."""
+    """The offset of the first unfinished delivery counts as finished."""
 
     def committable(self: Progress) -> int | None:
         return self._delivered[0] + 1 if self._delivered else self._next
 
-    return _instead(Progress, "committable", property(committable))
+    return _patched(Progress, "committable", property(committable))
 
 
 def highest_finished() -> AbstractContextManager[Any]:
-    """What is committed is the highest finished offset, not the lowest unfinished one."""
-    right = Progress.finish
+    """The highest finished offset is committed, not the lowest unfinished one."""
+    original = Progress.finish
 
     def finish(self: Progress, offset: int) -> None:
         while self._delivered and self._delivered[0] <= offset:
             self._delivered.popleft()
-        right(self, offset)
+        original(self, offset)
 
-    return _instead(Progress, "finish", finish)
+    return _patched(Progress, "finish", finish)
 
 
 def epoch_ignored() -> AbstractContextManager[Any]:
-    """A partition that comes back goes on where it was when it was lost."""
+    """A reassigned partition continues with the state that it had when it was lost."""
     end, begin = PartitionRegistry.end, PartitionRegistry.begin
     lost: dict[tuple[int, Any], Progress] = {}
 
@@ -278,100 +278,100 @@ def epoch_ignored() -> AbstractContextManager[Any]:
 
 
 def no_seek_after_a_failed_poll() -> AbstractContextManager[Any]:
-    """A poll that fails is repeated, without what it had taken."""
-    return _instead(Poller, "_rewind", lambda self: True)
+    """A failed poll is repeated without seeking back to the messages that it lost."""
+    return _patched(Poller, "_rewind", lambda self: True)
 
 
 def position_of_the_client() -> AbstractContextManager[Any]:
-    """The position is asked for when offsets are committed: a poll may have moved it past what nobody has noted yet."""
-    right = OffsetCommitter.commit
+    """The client's position is read at the commit, when a poll may have moved it past unregistered deliveries."""
+    original = OffsetCommitter.commit
 
     async def commit(self: OffsetCommitter, consumer: Any, assignments: Iterable[Assignment]) -> None:
         held = list(assignments)
         for assignment in held:
             if assignment.partition in consumer.assignment():
                 assignment.progress.fetched_to(await consumer.position(assignment.partition), 0)
-        await right(self, consumer, held)
+        await original(self, consumer, held)
 
-    return _instead(OffsetCommitter, "commit", commit)
+    return _patched(OffsetCommitter, "commit", commit)
 
 
 def position_of_a_closing_assignment() -> AbstractContextManager[Any]:
-    """The position is noted although what was fetched of a closing assignment is dropped."""
+    """The position is recorded although the messages fetched for a closing assignment are dropped."""
 
     async def note(self: Poller) -> None:
         for partition, assignment in self._partitions.assignments.items():
             if partition in self.consumer.assignment():
                 assignment.progress.fetched_to(await self.consumer.position(partition), assignment.start or 0)
 
-    return _instead(Poller, "_note_positions", note)
+    return _patched(Poller, "_note_positions", note)
 
 
 def position_past_what_runs() -> AbstractContextManager[Any]:
-    """The position counts as done although deliveries before it are not."""
+    """The position is committed although deliveries before it are unfinished."""
 
     def committable(self: Progress) -> int | None:
         return self._next
 
-    return _instead(Progress, "committable", property(committable))
+    return _patched(Progress, "committable", property(committable))
 
 
 def abandoned_is_finished() -> AbstractContextManager[Any]:
-    """What is let go in a rebalance counts as done."""
-    right = Pipeline._ended
+    """Deliveries that are dropped in a rebalance count as finished."""
+    original = Pipeline._ended
 
-    def ended(self: Pipeline, delivery: Delivery, may_commit: bool) -> None:  # as what it replaces
-        right(self, delivery, may_commit or delivery.assignment.closed)
+    def ended(self: Pipeline, delivery: Delivery, may_commit: bool) -> None:  # the signature of the original
+        original(self, delivery, may_commit or delivery.assignment.closed)
 
-    return _instead(Pipeline, "_ended", ended)
+    return _patched(Pipeline, "_ended", ended)
 
 
 def acknowledged_in_an_outage() -> AbstractContextManager[Any]:
-    """A delivery that meets a silent store is acknowledged."""
+    """A delivery is acknowledged if the store does not answer."""
 
-    right = Conclusions.raised
+    original = Conclusions.raised
 
     def raised(self: Conclusions, item: WorkItem, error: Exception) -> None:
         if isinstance(error, StoreError):
             self.conclude(item, Executed(None, 1))
         else:
-            right(self, item, error)
+            original(self, item, error)
 
-    return _instead(Conclusions, "raised", raised)
+    return _patched(Conclusions, "raised", raised)
 
 
-def failed_without_a_letter() -> AbstractContextManager[Any]:
-    """What is given up is acknowledged, and nobody is told."""
+def failed_without_a_dead_letter() -> AbstractContextManager[Any]:
+    """A delivery that is given up is acknowledged without a dead letter."""
 
     async def nothing(self: DeliveryProcessor, *_: Any) -> None: ...
 
-    return _instead(DeliveryProcessor, "dead_letter", nothing)
+    return _patched(DeliveryProcessor, "dead_letter", nothing)
 
 
-def letter_after_the_offset() -> AbstractContextManager[Any]:
-    """The dead letter is sent beside, while the offset moves."""
-    right = DeliveryProcessor.dead_letter
+def dead_letter_after_the_offset() -> AbstractContextManager[Any]:
+    """The dead letter is sent in the background, while the offset is committed."""
+    original = DeliveryProcessor.dead_letter
 
-    async def beside(self: DeliveryProcessor, *told: Any) -> None:
+    async def in_background(self: DeliveryProcessor, *arguments: Any) -> None:
         async def later() -> None:
             await asyncio.sleep(1.5)
-            await right(self, *told)
+            await original(self, *arguments)
 
-        delivery: Delivery = told[0]
+        delivery: Delivery = arguments[0]
         delivery.tasks.add(asyncio.get_running_loop().create_task(later()))
 
-    return _instead(DeliveryProcessor, "dead_letter", beside)
+    return _patched(DeliveryProcessor, "dead_letter", in_background)
 
 
 def offset_first() -> AbstractContextManager[Any]:
-    """A delivery counts as finished when it begins."""
-    right = Pipeline._decode
+    """A delivery counts as finished when it starts."""
+    original = Pipeline._decode
 
     def decode(self: Pipeline, delivery: Delivery, asked: list[Reservable]) -> None:
         self._finish(delivery)
-        right(self, delivery, asked)
+        original(self, delivery, asked)
 
-    return _instead(Pipeline, "_decode", decode)
+    return _patched(Pipeline, "_decode", decode)
 
 
 BUGS: Final[dict[str, Bug]] = {
@@ -385,7 +385,7 @@ BUGS: Final[dict[str, Bug]] = {
         reserve_not_repeatable,
         check_then_act,
         token_of_the_process,
-        no_fencing_by_oneself,
+        no_deadline_of_the_lease,
         no_check_before_a_start,
         every_crash_counts,
         no_renewal,
@@ -401,8 +401,8 @@ BUGS: Final[dict[str, Bug]] = {
         position_past_what_runs,
         abandoned_is_finished,
         acknowledged_in_an_outage,
-        failed_without_a_letter,
-        letter_after_the_offset,
+        failed_without_a_dead_letter,
+        dead_letter_after_the_offset,
         offset_first,
     )
 }

@@ -1,4 +1,4 @@
-"""Simulated runs by the thousand, on as many cores as there are, up to two."""
+"""Run thousands of simulations on up to two cores."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.simulation.world import Verdict, simulate
 
 WORTH_A_PROCESS: Final = 200
-"""Seeds below which a second process costs more than it saves."""
+"""Number of seeds from which on a second process saves time."""
 
 PORTION: Final = 50
-"""Seeds handed to a process at once."""
+"""Number of seeds that a process gets at a time."""
 
 FIGURES: Final = (
     "events",
@@ -32,20 +32,20 @@ FIGURES: Final = (
 
 
 def command(seed: int, bug: str = "") -> str:
-    """What replays a run, to be typed in the checkout."""
+    """Return the command that replays a run in the checkout."""
     return f"python -m tests.simulation --seed {seed}{' --bug ' + bug if bug else ''} --trace"
 
 
 def complaint(verdict: Verdict, bug: str = "") -> str:
-    """What was broken, and how to see it again."""
+    """Describe the violations of a run and how to replay it."""
     return f"seed {verdict.seed}: {'; '.join(verdict.violations)}\nreplay it: {command(verdict.seed, bug)}"
 
 
 def run(first: int, count: int) -> Figures:
-    """The seeds from `first` on.
+    """Simulate `count` seeds from `first` on.
 
     Raises:
-        ViolationError: Some seed broke a promise; the message says how to replay it.
+        ViolationError: A seed violated a guarantee; the message says how to replay it.
     """
     portions = [range(at, min(at + PORTION, first + count)) for at in range(first, first + count, PORTION)]
     processes = min(2, os.cpu_count() or 1)

@@ -1,4 +1,4 @@
-"""What the worker takes for `AIOKafkaConsumer`, with its habits: see docs/explanation/worker.md, A1 to A16."""
+"""A simulated `AIOKafkaConsumer` with the behavior described in docs/explanation/worker.md, A1 to A16."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.simulation.network import Channel, SilenceError
 from tests.simulation.processes import PROCESS, Process
 
 MOST_FAILURES: Final = 2
-"""Polls that fail in a row: a third would make the worker look for damage."""
+"""Maximum number of consecutive failing polls; after a third one the worker would look for damaged messages."""
 
 
 class SimulatedConsumer:
-    """One member of the group."""
+    """A member of the group."""
 
     def __init__(self, broker: Broker) -> None:
         process = PROCESS.get()
@@ -28,7 +28,7 @@ class SimulatedConsumer:
         self._context = copy_context()
         self.name = process.name
         self.generation = -1
-        """Of the assignment it works by."""
+        """Generation of the current assignment."""
         self.assigned_generation = -1
         self._broker = broker
         self._channel = Channel()
@@ -37,7 +37,7 @@ class SimulatedConsumer:
         self._paused: set[Partition] = set()
         self._rejoin = asyncio.Event()
         self._first = asyncio.Event()
-        """Set with the first assignment."""
+        """Set after the first assignment."""
         self._stable = asyncio.Event()
         self._arrived = asyncio.Event()
         self._coordination: asyncio.Task[None] | None = None
@@ -45,10 +45,10 @@ class SimulatedConsumer:
         self._closing = False
         self._failures = 0
 
-    # What the group tells it.
+    # Called by the group
 
-    def told_of(self, generation: int) -> None:
-        """By its next heartbeat it knows that there is a rebalance, or that it is out."""
+    def notify(self, generation: int) -> None:
+        """Learn with the next heartbeat of a rebalance or of its removal."""
         loop = asyncio.get_running_loop()
 
         def beat() -> None:
@@ -57,7 +57,7 @@ class SimulatedConsumer:
             elif self.generation == generation:
                 self._rejoin.set()
 
-        # In its own context: a process that stands still does not hear it.
+        # In the context of the process, so that a stalled process does not notice it.
         if self._coordination is not None and not self.process.dead:
             loop.call_later(self._broker.random.uniform(0, HEARTBEAT), beat, context=self._context)
 
@@ -77,7 +77,7 @@ class SimulatedConsumer:
             self._positions = {at: group.committed.get(at, 0) for at in partitions}
             self._paused.clear()
             self._first.set()
-            await self._tell(self._listener.on_partitions_assigned(list(partitions)))
+            await self._notify_listener(self._listener.on_partitions_assigned(list(partitions)))
             if self._closed():
                 return
             self._stable.set()
@@ -86,12 +86,12 @@ class SimulatedConsumer:
             await self._rejoin.wait()
             self._rejoin.clear()
             self._stable.clear()
-            await self._tell(self._listener.on_partitions_revoked(list(self._positions)))
+            await self._notify_listener(self._listener.on_partitions_revoked(list(self._positions)))
 
     def _closed(self) -> bool:
         return self._closing
 
-    async def _tell(self, listener: Any) -> None:
+    async def _notify_listener(self, listener: Any) -> None:
         self._in_listener = True
         try:
             await listener
@@ -100,7 +100,7 @@ class SimulatedConsumer:
         finally:
             self._in_listener = False
 
-    # What the worker asks.
+    # Called by the worker
 
     def subscribe(self, topics: Sequence[str], *, listener: Any) -> None:
         self._listener = listener
@@ -122,7 +122,7 @@ class SimulatedConsumer:
         await asyncio.wait({task})
         self._stable.clear()
         silent = self._broker.random.random() < self._broker.hold_ups
-        # Whoever leaves without a word is out when its session ends.
+        # A member that does not leave properly is removed when its session expires.
         self._broker.network.later(SESSION if silent else 0.01, lambda: group.leave(self))
         if silent:
             await asyncio.get_running_loop().create_future()
@@ -166,16 +166,16 @@ class SimulatedConsumer:
 
     async def commit(self, offsets: Mapping[Any, int]) -> None:
         if not set(offsets) <= set(self._positions):
-            self._broker.history.violate("C", f"{self.name} commits what it was not assigned")
+            self._broker.history.violate("C", f"{self.name} commits partitions that are not assigned to it")
             raise IllegalStateError("not assigned")
-        broker, generation, told = self._broker, self.generation, dict(offsets)
+        broker, generation, committed = self._broker, self.generation, dict(offsets)
         fails = broker.random.random()
         if fails < broker.hold_ups or self.process.cut_off:
             await asyncio.get_running_loop().create_future()
         if fails < broker.hold_ups + broker.commit_failures:
             raise RequestTimedOutError
         try:
-            await broker.network.ask(lambda: broker.group.commit(self, generation, told), 1.0, self._channel)
+            await broker.network.ask(lambda: broker.group.commit(self, generation, committed), 1.0, self._channel)
         except SilenceError:
             raise RequestTimedOutError from None
 

@@ -1,4 +1,4 @@
-"""What goes wrong in one run, and when: drawn from the seed."""
+"""The faults of a run and their times, drawn from the seed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Fault = Callable[["World", Random], Coroutine[Any, Any, None]]
 
 
 async def crash(world: World, random: Random) -> None:
-    """A process dies between two of its next steps, and is started again."""
+    """A process dies between two steps, and is restarted."""
     world.after_some_steps(random, world.crash)
 
 
 async def stall(world: World, random: Random) -> None:
-    """A process stands still, for less than a lease or for more."""
+    """A process stalls, for less or more than a lease."""
     seconds = random.choice((random.uniform(0.1, 2.0), random.uniform(LEASE, 2.5 * LEASE)))
     world.after_some_steps(random, lambda worker: world.stall(worker, seconds))
 
 
 async def stall_before_a_start(world: World, random: Random) -> None:
-    """A process stands still for longer than a lease, somewhere between its next reservation and the start."""
+    """A process stalls for more than a lease, between its next reservation and the start of the handler."""
     worker = world.some_worker(random)
     if worker is None or worker.client is None:
         return
@@ -36,7 +36,7 @@ async def stall_before_a_start(world: World, random: Random) -> None:
 
 
 async def stop(world: World, random: Random) -> None:
-    """SIGTERM, and sometimes a second one."""
+    """A process gets SIGTERM, and sometimes a second one."""
     worker = world.some_worker(random)
     if worker is None:
         return
@@ -48,21 +48,21 @@ async def stop(world: World, random: Random) -> None:
 
 
 async def cut_off(world: World, random: Random) -> None:
-    """A process runs on, and reaches neither store nor broker, for less than a lease or for more."""
+    """A process cannot reach store and broker, for less or more than a lease."""
     worker = world.some_worker(random)
     if worker is not None:
         await world.cut_off(worker, random.uniform(0.2, 3 * LEASE))
 
 
 async def throw_out(world: World, random: Random) -> None:
-    """The group has not heard of a member that is well."""
+    """The group removes a healthy member."""
     worker = world.some_worker(random)
     if worker is not None and worker.consumer is not None:
         world.broker.group.leave(worker.consumer)
 
 
 async def rebalance(world: World, random: Random) -> None:
-    """The group shares anew, for no reason; sometimes the offsets are set back meanwhile."""
+    """The group rebalances without a reason; sometimes the offsets are rewound."""
     if random.random() < 0.3:
         world.broker.group.rewind = random.randint(1, 5)
     world.broker.group.begin_rebalance()
@@ -76,7 +76,7 @@ async def outage(world: World, random: Random) -> None:
 
 
 async def bad_weather(world: World, random: Random) -> None:
-    """The network to the store loses, repeats and delays."""
+    """The network to the store loses, repeats and delays requests."""
     weather = random.choice((world.store_network.weather, world.broker.network.weather))
     name = random.choice(("lose_requests", "lose_replies", "repeat", "slow"))
     setattr(weather, name, random.uniform(0.05, 0.6))
@@ -99,7 +99,7 @@ async def clock_jump(world: World, random: Random) -> None:
 
 
 async def poll_failures(world: World, random: Random) -> None:
-    """Polls fail and lose what they have taken."""
+    """Polls fail and lose their messages."""
     world.broker.poll_failures = random.uniform(0.1, 0.7)
     await asyncio.sleep(random.uniform(0.5, 5))
     world.broker.poll_failures = 0.0
@@ -113,7 +113,7 @@ async def commit_failures(world: World, random: Random) -> None:
 
 
 async def refusal(world: World, random: Random) -> None:
-    """The broker takes no messages: neither events nor dead letters."""
+    """The broker rejects events and dead letters."""
     world.broker.refusing = True
     await asyncio.sleep(random.uniform(0.2, 5))
     world.broker.refusing = False
@@ -138,7 +138,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
 
 
 async def wreak_havoc(world: World, random: Random, seconds: float) -> None:
-    """Some kinds of faults, at some moments within `seconds`."""
+    """Inject some kinds of faults at some times within `seconds`."""
     kinds = random.sample(FAULTS, random.randint(1, 5))
     moments = sorted(random.uniform(0.5, seconds) for _ in range(random.randint(1, 10)))
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What really happened in one run, seen from outside of all processes, and whether that keeps the promises."""
+"""Record what happens in a run, independently of the processes, and check the guarantees."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from integr8s_idem.telemetry import Signal, SilentObserver
 from tests.simulation.processes import PROCESS, Process
 
 JUST_RESUMED: Final = 1.0
-"""Seconds after standing still in which a process may not know yet what it has lost."""
+"""Seconds after a stall in which a process may not know yet that it lost a lease."""
 
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """One run of a handler."""
+    """A run of a handler."""
 
     key: str
     work: str
-    """What it is about, whatever key the library makes of that."""
+    """The work, independently of the key that the library derives."""
     attempt: int
     fence: int
     process: Process
@@ -36,15 +36,15 @@ class Run:
 
 @dataclass(slots=True)
 class Sink:
-    """What a fenced sink holds under one key: one effect, and the highest fence that it has seen."""
+    """The effects of a key in the fenced sink, and its highest fence."""
 
     fence: int
     refused: int = 0
 
 
 @dataclass(slots=True)
-class Letter:
-    """A dead letter: of which message, and why."""
+class GivenUp:
+    """The reason, handler and error of a dead letter."""
 
     reason: str
     handler: str
@@ -53,33 +53,33 @@ class Letter:
 
 @dataclass(slots=True)
 class Truth:
-    """What is known of one run of the simulation."""
+    """The facts about a run of the simulation."""
 
     runs: defaultdict[str, list[Run]] = field(default_factory=lambda: defaultdict(list))
-    """By full key, in the order in which they began."""
+    """By full key, in the order of their starts."""
     effects: list[tuple[str, Run]] = field(default_factory=list)
     sink: dict[str, Sink] = field(default_factory=dict)
     """By full key."""
     keys: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """By work: the keys under which its effect is in the sink."""
+    """Keys under which the effect of a work is in the sink."""
     completed: set[str] = field(default_factory=set)
-    """Keys of which the store has ever accepted a completion."""
-    letters: defaultdict[tuple[str, int, int], list[Letter]] = field(default_factory=lambda: defaultdict(list))
+    """Keys with a completion that the store accepted."""
+    dead_letters: defaultdict[tuple[str, int, int], list[GivenUp]] = field(default_factory=lambda: defaultdict(list))
     """By topic, partition and offset."""
     losses: Counter[str] = field(default_factory=Counter)
-    """Records that the store has lost, by key."""
+    """Number of lost records, by key."""
     jumps: int = 0
-    """How often the store's clock has jumped."""
+    """Number of jumps of the store's clock."""
     granted: dict[tuple[str, int], int] = field(default_factory=dict)
-    """By key and fence: losses and jumps before the store gave that reservation."""
+    """Losses and jumps before a reservation, by key and fence."""
 
     def excuses(self, key: str) -> int:
-        """What can end a lease of `key` without its holder's fault, so far."""
+        """Count the events so far that can end a lease of `key` without a fault of its holder."""
         return self.losses[key] + self.jumps
 
 
 class History:
-    """Takes notes; complains at once where a promise is broken."""
+    """Records events, and reports a violated guarantee immediately."""
 
     def __init__(self) -> None:
         self.truth = Truth()
@@ -89,7 +89,7 @@ class History:
         self.trace: list[tuple[Any, ...]] = []
         self.last_resumed: dict[str, float] = {}
         self.closed = False
-        """The run is over; what is told now comes from the dead."""
+        """Whether the run is over; later events come from dead processes."""
 
     def note(self, what: str, *details: object) -> None:
         if self.closed:
@@ -100,7 +100,7 @@ class History:
         )
 
     def violate(self, rule: str, text: str) -> None:
-        """A promise is broken: `rule` is a letter of the list in docs/decisions/0018."""
+        """Report a violated guarantee; `rule` is its letter in docs/decisions/0018."""
         if self.closed:
             return
         self.note("VIOLATION", rule, text)
@@ -109,10 +109,10 @@ class History:
             self.broken.set_result(None)
 
     def digest(self) -> str:
-        """Equal for equal runs, to the last step."""
+        """Return a digest of all recorded events."""
         return blake2b(repr(self.trace).encode(), digest_size=16).hexdigest()
 
-    # Handlers.
+    # Handlers
 
     def begin(self, process: Process, attempt: Attempt, work: str) -> Run:
         truth = self.truth
@@ -124,7 +124,7 @@ class History:
             if other.fence == attempt.fence:
                 self.violate("T", f"two runs of {attempt.label} with one fence")
             if other.fence > attempt.fence and truth.excuses(attempt.key) == excuses:
-                # Not even a process that has stood still: it checks its lease immediately before the call.
+                # A stall is not an excuse: the lease is checked immediately before the call.
                 self.violate("F", f"{attempt.label} starts by fence {attempt.fence} after a run by {other.fence}")
             if not (other.ended or self._excused(other, run)):
                 self.violate("X", f"two runs of {attempt.label} at once, without a stall or a loss")
@@ -132,7 +132,7 @@ class History:
         return run
 
     def _excused(self, other: Run, run: Run) -> bool:
-        """Whether the lease of `other` could not protect it: who runs is not to blame."""
+        """Return whether the lease of `other` could not prevent the second run."""
         resumed = self.last_resumed.get(run.process.name, -JUST_RESUMED)
         return (
             other.process.dead
@@ -142,7 +142,7 @@ class History:
         )
 
     def effect(self, run: Run) -> None:
-        """The handler does what it is there for, once in the journal and once in a fenced sink."""
+        """Record the effect of a handler in the journal and in the fenced sink."""
         self.note("effect", run.key, run.attempt, run.fence)
         run.effects += 1
         self.truth.effects.append((run.key, run))
@@ -165,10 +165,10 @@ class History:
         self.note("end", run.key, run.attempt, how)
         run.ended = True
 
-    # What the store accepts.
+    # Store
 
     def complete(self, key: str, fence: int) -> None:
-        """The store has believed the completion of `key` by this fence."""
+        """Record that the store accepted the completion of `key` with this fence."""
         self.truth.completed.add(key)
         runs = self.truth.runs[key]
         if not any(run.effects for run in runs):
@@ -177,32 +177,31 @@ class History:
         if fence < highest:
             self.violate("E1", f"{key} is completed by fence {fence}, though a run by {highest} has begun")
 
-    # What the broker sees.
+    # Broker
 
     def dead_letter(self, headers: Iterable[tuple[str, bytes]]) -> None:
-        told = {name.removeprefix("idempotency-dlq-"): value.decode() for name, value in headers}
-        where = (told["topic"], int(told["partition"]), int(told["offset"]))
-        self.note("dead letter", *where, told["reason"])
+        fields = {name.removeprefix("idempotency-dlq-"): value.decode() for name, value in headers}
+        where = (fields["topic"], int(fields["partition"]), int(fields["offset"]))
+        self.note("dead letter", *where, fields["reason"])
         self.counts["dead_letters"] += 1
-        self.truth.letters[where].append(Letter(told["reason"], told.get("handler", ""), told.get("error-class", "")))
+        self.truth.dead_letters[where].append(
+            GivenUp(fields["reason"], fields.get("handler", ""), fields.get("error-class", ""))
+        )
 
-    # In the end.
+    # End of the run
 
     def judge_repeats(self) -> None:
-        """E1 and E2: once in the fenced sink; no run after the first that was not told so.
-
-        The first was judged when it happened: here it is counted.
-        """
+        """Check E2 (repeats are visible by attempt and fence), and count repeats for E1, which `effect` checks."""
         self.counts["fenced_repeats"] += sum(len(keys) - 1 for keys in self.truth.keys.values())
         for key, runs in self.truth.runs.items():
             did = sorted((run for run in runs if run.effects), key=_fence)
             self.counts["repeats"] += max(0, len(did) - 1)
             back = sum(later.attempt <= earlier.attempt for earlier, later in pairwise(did))
             if back > self.truth.losses[key]:
-                self.violate("E2", f"{key} was done again in silence: attempts {[run.attempt for run in did]}")
+                self.violate("E2", f"{key} was repeated silently: attempts {[run.attempt for run in did]}")
 
     def judge_order(self, lanes: Iterable[list[str]]) -> None:
-        """O: within a lane, first effects in the order of the first messages."""
+        """Check O: within a lane, first effects happen in the order of the first messages."""
         first: dict[str, int] = {}
         for place, (key, _) in enumerate(self.truth.effects):
             first.setdefault(key, place)
@@ -218,7 +217,7 @@ def _fence(run: Run) -> int:
 
 
 class SimulatedObserver(SilentObserver):
-    """Counts into the history: what a killed process has counted is not forgotten here."""
+    """Counts in the history, so that the counts of killed processes are kept."""
 
     def __init__(self, history: History) -> None:
         self._history = history

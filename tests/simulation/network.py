@@ -1,4 +1,4 @@
-"""The network between a process and a server: slow, lossy, and sometimes it says everything twice."""
+"""A simulated network that delays, loses and repeats requests."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 USUAL: Final = (0.001, 0.02)
-"""Seconds of one way, from and to."""
+"""Range of the one-way latency in seconds."""
 
 SLOW: Final = (0.05, 1.5)
 
 IN_ORDER: Final = 1e-5
-"""Seconds between two requests on one connection: timers of one moment have no order among themselves."""
+"""Seconds between requests on a connection, since simultaneous timers have no defined order."""
 
 
 class SilenceError(Exception):
-    """No answer within the time; whether the request was executed is not known."""
+    """No answer before the timeout; the request may have been executed."""
 
 
 @dataclass(slots=True)
 class Weather:
-    """How bad the network is.  Numbers are shares of requests."""
+    """The condition of the network, as probabilities per request."""
 
     lose_requests: float = 0.0
     lose_replies: float = 0.0
     repeat: float = 0.0
-    """The reply is lost, and the driver asks again by itself: executed twice."""
+    """The reply is lost and the driver retries, so that the request is executed twice."""
     slow: float = 0.0
 
 
 @dataclass(slots=True)
 class Channel:
-    """One connection: what is sent on it is executed in the order of sending."""
+    """A connection; its requests are executed in the order of sending."""
 
     free_at: float = 0.0
 
 
 class Network:
-    """Carries requests.  Servers work outside of all processes: what is on its way arrives though its sender dies."""
+    """Carries requests to servers, which are outside all processes: a request arrives even if its sender dies."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -57,11 +57,11 @@ class Network:
         return self._random.uniform(*USUAL)
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
-        """Call it outside of all processes."""
+        """Call a function later, outside all processes."""
         asyncio.get_running_loop().call_later(seconds, call, context=self._outside)
 
     def ask(self, execute: Callable[[], T], timeout: float, channel: Channel | None = None) -> asyncio.Future[T]:
-        """The answer of `execute`, which happens at the server; `SilenceError` after `timeout` seconds."""
+        """Run `execute` on the server and return its answer; fail with `SilenceError` after `timeout` seconds."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
         random, weather = self._random, self.weather
@@ -77,13 +77,13 @@ class Network:
 
         def arrive(last: bool = True) -> None:
             try:
-                told = execute()
-            except Exception as error:  # noqa: BLE001  # carried to who asked
+                result = execute()
+            except Exception as error:  # noqa: BLE001  # passed on to the caller
                 failure = error
                 self.later(back, lambda: _fail(answer, failure))
                 return
             if last and not mute:
-                self.later(back, lambda: _tell(answer, told))
+                self.later(back, lambda: _resolve(answer, result))
 
         if not lost:
             loop.call_at(arrives, arrive, not again, context=self._outside)
@@ -96,13 +96,13 @@ class Network:
         return answer
 
     def now(self, call: Callable[[], object]) -> None:
-        """Call it outside of all processes, at once."""
+        """Call a function immediately, outside all processes."""
         self._outside.run(call)
 
 
-def _tell(answer: asyncio.Future[T], told: T) -> None:
+def _resolve(answer: asyncio.Future[T], result: T) -> None:
     if not answer.done():
-        answer.set_result(told)
+        answer.set_result(result)
 
 
 def _fail(answer: asyncio.Future[T], error: Exception) -> None:

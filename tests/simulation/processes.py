@@ -1,7 +1,7 @@
-"""Processes within one event loop: each can be killed between any two steps, or stand still for a while.
+"""Processes within one event loop, which can be killed or stalled between any two steps.
 
-Which process a task, a timer or a callback belongs to is told by a context variable, which asyncio hands on
-by itself.  What belongs to none is the world outside: brokers, stores, the network, the script of a run.
+A context variable, which asyncio propagates, holds the process of a task, timer or callback. Broker, store, network and
+the script of a run belong to no process.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from typing import Any, Final
 from integr8s_idem.testing.virtual_time import VirtualTimeLoop
 
 MOST_STEPS: Final = 2_000_000
-"""Steps of one run before it counts as one that never ends."""
+"""Steps after which a run is considered endless."""
 
 
 class State(Enum):
-    """How a process is."""
+    """State of a process."""
 
     RUNNING = "running"
     STALLED = "stalled"
-    """It stands still, as after SIGSTOP: what is due waits."""
+    """Stalled, as after SIGSTOP: due callbacks wait."""
     DEAD = "dead"
-    """Killed: nothing of it ever runs again, not even a `finally`."""
+    """Killed: nothing of it runs again, not even a `finally`."""
 
 
 class Process:
-    """One worker process: tasks, timers and callbacks that share a fate."""
+    """A worker process: tasks, timers and callbacks that stop and die together."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.state = State.RUNNING
         self.cut_off = False
-        """It runs, and nobody outside hears of it."""
+        """Whether the process runs without a connection to the outside."""
         self.stalls = 0
-        """How often it has stood still."""
+        """Number of stalls."""
         self.tasks: list[SimulatedTask] = []
         self.on_step: Callable[[], None] | None = None
         """Called once, after `steps_left` more steps."""
@@ -64,7 +64,7 @@ class Process:
             self.stalls += 1
 
     def resume(self) -> None:
-        """Go on; what has become due meanwhile happens now, in the order in which it was due."""
+        """Continue, and run the callbacks that became due, in order."""
         if self.state is not State.STALLED:
             return
         self.state = State.RUNNING
@@ -74,7 +74,7 @@ class Process:
             asyncio.SelectorEventLoop.call_soon(loop, step, context=step.context)  # type: ignore[arg-type]  # its own loop
 
     def after_steps(self, steps: int, call: Callable[[], None]) -> None:
-        """Call `call` between two steps of this process, `steps` from now."""
+        """Call `call` between two steps of this process, after `steps` steps."""
         self.steps_left, self.on_step = steps, call
 
     def hold_back(self, step: _Step) -> None:
@@ -90,7 +90,7 @@ class Process:
 
 
 PROCESS: Final[ContextVar[Process | None]] = ContextVar("PROCESS", default=None)
-"""Whose code runs; `None` outside of all processes."""
+"""The process whose code runs; `None` outside all processes."""
 
 
 class _Step:
@@ -111,14 +111,14 @@ class _Step:
             if process.state is State.STALLED:
                 process.hold_back(self)
             return
-        if self.handle.cancelled():  # while it was held back
+        if self.handle.cancelled():  # while the process was stalled
             return
         self._callback(*self._args)
         process.count_step()
 
 
 class SimulatedTask(asyncio.Task[Any]):
-    """A task with a number: sets of tasks have one order in every run, which addresses in memory have not."""
+    """A task with a number as its hash, so that sets of tasks have the same order in every run."""
 
     number: int
     owner: Process | None
@@ -136,7 +136,7 @@ class SimulatedLoop(VirtualTimeLoop):
         self.steps = 0
         self._tasks_made = 0
         self.loose: list[SimulatedTask] = []
-        """Tasks of the world outside."""
+        """Tasks outside all processes."""
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]  # typeshed wants any loop
 
     def _make_task(
@@ -153,7 +153,7 @@ class SimulatedLoop(VirtualTimeLoop):
         (self.loose if owner is None else owner.tasks).append(task)
         return task
 
-    def call_soon(  # type: ignore[override]  # typeshed types the arguments one by one
+    def call_soon(  # type: ignore[override]  # typeshed uses a TypeVarTuple
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         self.steps += 1
@@ -178,19 +178,19 @@ class SimulatedLoop(VirtualTimeLoop):
     def _run_once(self) -> None:
         if self.steps > MOST_STEPS:
             self.steps = 0
-            raise RuntimeError(f"more than {MOST_STEPS} steps: a run that never ends")
+            raise RuntimeError(f"more than {MOST_STEPS} steps: the run does not end")
         super()._run_once()  # type: ignore[misc]  # asyncio's own, one turn of the loop
 
 
 def spawn(process: Process, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Start `work` as a task of `process`, from wherever."""
+    """Start `work` as a task of `process`, from any context."""
     context = copy_context()
     context.run(PROCESS.set, process)
     return asyncio.get_running_loop().create_task(work, context=context)
 
 
 def bury(loop: asyncio.AbstractEventLoop, processes: list[Process]) -> None:
-    """Close what the dead have left behind, so that nothing of it runs when it is collected.  After the run."""
+    """Close the coroutines of dead processes after the run, so that nothing runs when they are collected."""
     with warnings.catch_warnings(), _running(loop):
         warnings.simplefilter("ignore")
         for process in processes:
@@ -203,7 +203,7 @@ def bury(loop: asyncio.AbstractEventLoop, processes: list[Process]) -> None:
 
 @contextmanager
 def _running(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Let `loop` be the running one: code that is closed may begin tasks, which are closed as well."""
+    """Set the running loop, since closing a coroutine may start tasks, which are closed as well."""
     asyncio.events._set_running_loop(loop)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The real `EventPublisher` on a producer that may lose replies."""
+"""The real `EventPublisher` with a producer that may lose replies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.simulation.processes import PROCESS, Process
 
 
 class SimulatedProducer:
-    """What the publisher takes for `AIOKafkaProducer`."""
+    """A simulated `AIOKafkaProducer`."""
 
     def __init__(self, broker: Broker) -> None:
         process = PROCESS.get()
@@ -47,7 +47,7 @@ class SimulatedProducer:
 
 
 class SimulatedPublisher(EventPublisher):
-    """Connects to a broker in memory."""
+    """A publisher that connects to the simulated broker."""
 
     def __init__(self, settings: KafkaSettings, observer: Observer, broker: Broker) -> None:
         super().__init__(settings, observer)

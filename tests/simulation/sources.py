@@ -1,4 +1,4 @@
-"""Everything in the library that would differ from run to run, taken from the seed instead."""
+"""Derive all nondeterminism of the library from the seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from integr8s_idem.worker import backoff, consumer, dead_letters, isolation_gate
 from tests.simulation.processes import PROCESS
 
 POLL_SECONDS: Final = 1.0
-"""Longest wait of one poll here: an idle worker polls less often, so that a run takes less time."""
+"""Poll timeout; longer than the default, so that idle workers poll less often and a run takes less time."""
 
 WALL_CLOCK: Final = 1_893_456_000.0
 
@@ -29,7 +29,7 @@ def _now() -> float:
 
 @contextmanager
 def driven_by(random: Random) -> Iterator[None]:
-    """Jitter, tokens and clocks from `random` and from the loop; silence in the log."""
+    """Take jitter and tokens from `random` and the time from the loop, and disable logging."""
     chance = SimpleNamespace(uniform=random.uniform)
     clocks: defaultdict[object, Any] = defaultdict(deadlines._Clock)
     paces: dict[object, Any] = {}
@@ -47,7 +47,7 @@ def driven_by(random: Random) -> Iterator[None]:
         for place, name, source in (
             (executor, "random", chance),
             (store_client, "new_token", lambda: random.randbytes(16)),
-            # Processes share an event loop here, and a timer of the dead never rings.
+            # Processes share the event loop, and timers of dead processes never fire.
             (deadlines, "_clock_of", lambda _: clocks[PROCESS.get()]),
             (loop_fairness, "pace_of", pace_of),
             (runners, "pace_of", pace_of),

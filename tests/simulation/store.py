@@ -1,4 +1,4 @@
-"""A store behind a network: the real one in memory, watched transition by transition."""
+"""The real in-memory store behind a simulated network; every transition is checked."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.simulation.processes import PROCESS, Process
 T = TypeVar("T")
 
 TIMEOUT: Final = 0.5
-"""Seconds that a client waits for an answer."""
+"""Timeout of a client in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What matters of a record, at one moment."""
+    """The relevant fields of a record at some time."""
 
     status: IdempotencyStatus
     attempt: int
@@ -50,25 +50,25 @@ class Seen:
 
 
 def at_once(work: Awaitable[T]) -> T:
-    """The value of a coroutine that waits for nothing."""
+    """Return the result of a coroutine that never suspends."""
     try:
         work.__await__().send(None)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
-    raise RuntimeError("it waits")
+    raise RuntimeError("the coroutine suspended")
 
 
 class Server:
-    """The store itself.  Every transition is checked against what the protocol allows."""
+    """The store. Checks that the protocol allows every transition."""
 
     def __init__(self, history: History) -> None:
         self._history = history
         self.inner = MemoryIdempotencyRepository(clock=self.now)
         self.offset = 0.0
-        """By how many seconds its clock is ahead."""
+        """Seconds by which its clock is ahead."""
         self.down = False
         self.asker_is_ahead = 0.0
-        """By how much the clock of whoever asks is ahead; the store does not care."""
+        """Seconds by which the clock of the caller is ahead; only used by an injected bug."""
         self._highest: dict[str, int] = {}
         self._results: dict[str, StoredResult | None] = {}
 
@@ -85,13 +85,13 @@ class Server:
         return list(self.inner._entries)
 
     def lose(self, keys: Sequence[str]) -> None:
-        """Eviction, a flush, a failover: records are gone."""
+        """Lose records, as by eviction, a flush or a failover."""
         for key in keys:
             if self.inner._entries.pop(key, None) is not None:
                 self._history.truth.losses[key] += 1
                 self._history.note("record lost", key)
 
-    # Transitions.
+    # Transitions
 
     def reserve(self, request: ReserveRequest) -> Verdict:
         before, now = self.seen(request.key), self.now()
@@ -102,7 +102,7 @@ class Server:
         elif before is not None and _own(before, request.token) and before.lease_until is not None:
             self._history.violate("R", f"a repeated reserve of {request.key} does not find its own reservation")
         elif isinstance(verdict, Completed) and verdict.result != self._results.get(request.key):
-            self._history.violate("D", f"{request.key} is answered with another result than that of its run")
+            self._history.violate("D", f"{request.key} is answered with a result of another run")
         return verdict
 
     def _check_reserved(self, request: ReserveRequest, before: Seen | None, verdict: Reserved, now: datetime) -> None:
@@ -110,7 +110,7 @@ class Server:
         self._history.truth.granted.setdefault((key, verdict.fence), self._history.truth.excuses(key))
         if before is not None and _own(before, request.token) and before.lease_until is not None:
             if (verdict.attempt, verdict.fence) != (before.attempt, before.fence):
-                complain("R", f"a repeated reserve of {key} is another reservation")
+                complain("R", f"a repeated reserve of {key} returns another reservation")
             return
         if before is not None and not before.open:
             complain("T", f"{key} was {before.status.value} and is reserved")
@@ -153,9 +153,9 @@ class Server:
             if not ours:
                 self._history.violate("T", f"{verb} of {reserved.key} by attempt {reserved.attempt} changed {before}")
             elif before is not None and not before.open:
-                self._history.violate("T", f"{verb} of {reserved.key} changed what was {before.status.value}")
+                self._history.violate("T", f"{verb} of {reserved.key} changed a record that was {before.status.value}")
             elif after is None:
-                self._history.violate("T", f"{verb} of {reserved.key} has removed it")
+                self._history.violate("T", f"{verb} of {reserved.key} deleted the record")
         return answer
 
 
@@ -164,10 +164,10 @@ def _own(before: Seen, token: bytes) -> bool:
 
 
 class SimulatedStoreClient:
-    """`IdempotencyRepository` of one process."""
+    """The `IdempotencyRepository` of a process."""
 
     def __init__(self, server: Server, network: Network, ahead: float) -> None:
-        """`ahead`: seconds by which this process's wall clock is ahead."""
+        """Create a client; the wall clock of its process is `ahead` seconds ahead."""
         process = PROCESS.get()
         assert process is not None
         self.server = server
@@ -175,7 +175,7 @@ class SimulatedStoreClient:
         self._network = network
         self._ahead = ahead
         self.when_reserved: Callable[[], None] | None = None
-        """Called once, when the next reservation has been answered and nothing has come of it yet."""
+        """Called once, after the answer to the next reservation and before it is processed."""
 
     async def _call(self, verb: str, execute: Callable[[], T]) -> T:
         def executed() -> T:

@@ -1,4 +1,4 @@
-"""One worker process: the real manager, dispatcher and worker, between a simulated store and broker."""
+"""A worker process: the real manager, dispatcher and worker with a simulated store and broker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """One life of one worker process."""
+    """A worker process; a restart creates another one."""
 
     def __init__(self, world: World, name: str, ahead: float) -> None:
         self.process = Process(name)
@@ -30,15 +30,15 @@ class Worker:
         self.client: SimulatedStoreClient | None = None
         self.ended = False
         self.at_once = False
-        """It ended without leaving its group."""
-        self._told_to_stop = False
+        """Whether it ended without leaving its group."""
+        self._is_stopping = False
         self._world = world
         self._ahead = ahead
         self._service: ServiceWorker | None = None
         self._main = spawn(self.process, self._run())
 
     def stop(self) -> None:
-        self._told_to_stop = True
+        self._is_stopping = True
         if self._service is not None and not self.process.dead:
             self._service.stop()
 
@@ -47,7 +47,7 @@ class Worker:
             self._main.cancel()
 
     def when_it_ends(self, call: Callable[[], object]) -> None:
-        """Call it once this process has ended by itself."""
+        """Call a function when this process has ended without a fault."""
         self._main.add_done_callback(lambda _: call())
 
     def _join(self, *_: object) -> Consumer:
@@ -62,7 +62,7 @@ class Worker:
         publisher = SimulatedPublisher(setup.kafka, observer, world.broker)
         dispatcher = IdempotentEventDispatcher(ROUTER, manager, invoke=world.handlers, publisher=publisher)
         self._service = ServiceWorker(SCOPE, dispatcher, publisher, setup.kafka, setup.service, consumer=self._join)
-        if self._told_to_stop:
+        if self._is_stopping:
             self._service.stop()
         try:
             await self._service.run()

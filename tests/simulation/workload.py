@@ -1,4 +1,4 @@
-"""What is asked for in one run: events, how their handlers behave, and the settings of the service."""
+"""The workload of a run: events, behavior of their handlers, and settings of the service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHEN: Final = datetime(2030, 1, 1, tzinfo=UTC)
 
 
 class Placed(BaseEvent):
-    """What the producer publishes."""
+    """An event that the producer publishes."""
 
     event_type: Literal["placed"] = "placed"
     number: int = 0
@@ -34,7 +34,7 @@ class Placed(BaseEvent):
 
 
 class Shipped(BaseEvent):
-    """What the first handler publishes in turn."""
+    """An event that the first handler publishes."""
 
     event_type: Literal["shipped"] = "shipped"
     number: int = 0
@@ -46,15 +46,15 @@ HANDLERS: Final = {"placed": ("pack", "invoice"), "shipped": ("notify",)}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How the handler of one work behaves."""
+    """The behavior of the handler for a work."""
 
     before: float
     """Seconds before its effect."""
     after: float
     failures: int
-    """Attempts that fail before the effect."""
+    """Number of attempts that fail before the effect."""
     late_failures: int
-    """Attempts that fail after it, counted on from `failures`."""
+    """Number of attempts that fail after the effect, following the `failures`."""
     hopeless: bool
     mutates: bool
     ships: bool
@@ -62,7 +62,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Habits:
-    """How handlers of one run tend to behave: a run in which everything happens shows less than one with a bent."""
+    """Probabilities of handler behavior, which differ between runs: biased runs find more than average ones."""
 
     slow: float
     failing: float
@@ -73,7 +73,7 @@ class Habits:
     deadly: str = ""
     """The id of an event whose handlers kill their process; empty if there is none."""
     calm: bool = False
-    """Everybody hurries, so that the run comes to an end."""
+    """Whether all handlers are fast, so that the run ends."""
 
     @staticmethod
     def of(random: Random) -> Habits:
@@ -92,7 +92,7 @@ class Habits:
 
 
 def plan_of(seed: int, handler: str, event_id: str, habits: Habits) -> Plan:
-    """The same at every attempt, whoever runs it."""
+    """Return the plan of a work, which is the same for every attempt and worker."""
     random = Random(f"{seed}/{handler}/{event_id}")  # a simulation
 
     def seconds() -> float:
@@ -112,13 +112,13 @@ def plan_of(seed: int, handler: str, event_id: str, habits: Habits) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """Runs handlers as planned; what a Dishka container does in a real service."""
+    """Runs handlers as planned, in place of a Dishka container."""
 
     seed: int
     habits: Habits
     history: History
     kill: Callable[[Process], None]
-    """What a deadly event does to the process that handles it."""
+    """Kills the process that handles a deadly event."""
 
     async def __call__(self, handler: RegisteredHandler, call: HandlerCall) -> Any:
         process = PROCESS.get()
@@ -127,13 +127,13 @@ class Handlers:
         plan = plan_of(self.seed, handler.name, event.event_id, self.habits)
         run = self.history.begin(process, attempt, f"{handler.name} {getattr(event, 'number')}")  # noqa: B009  # any kind
         how = "returned"
-        # In calm it does no harm any more: nobody starts processes again then.
+        # Harmless in the final phase, in which processes are not restarted.
         is_deadly = event.event_id == self.habits.deadly and not self.habits.calm
         try:
             if is_deadly:
                 await asyncio.sleep(0.3)
                 self.kill(process)
-                await asyncio.sleep(LEASE)  # which nothing of the process outlives
+                await asyncio.sleep(LEASE)  # the process is dead before this ends
             return await self._work(plan, call, run)
         except asyncio.CancelledError:
             how = "cancelled"
@@ -147,7 +147,7 @@ class Handlers:
     async def _work(self, plan: Plan, call: HandlerCall, run: Run) -> str:
         number = run.attempt
         if plan.mutates:
-            # A handler can do what it likes with its event; nobody may look at it again.
+            # Handlers may change their event; the library must not read it again.
             call.event.__dict__["event_id"] = f"{call.event.event_id}-changed"
             call.event.__dict__["items"] = ["changed"]
         await asyncio.sleep(plan.before)
@@ -168,7 +168,7 @@ class Handlers:
 
 def make_router() -> EventRouter:
     async def never(event: BaseEvent) -> None:
-        raise AssertionError("handlers are called by their plan")
+        raise AssertionError("unreachable: `Handlers` runs the plan instead")
 
     router = EventRouter()
     for name in HANDLERS["placed"]:
@@ -183,7 +183,7 @@ ROUTER: Final = make_router()
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The settings of the service, as drawn."""
+    """The settings of the service in a run."""
 
     config: IdempotencyConfig
     kafka: KafkaSettings
@@ -220,7 +220,7 @@ def _setup(ordering: str, on_failure: str, on_in_progress: str, attempts: int, c
 
 
 def draw_setup(random: Random) -> Setup:
-    """Settings of one run."""
+    """Draw the settings of a run."""
     return _setup(
         random.choice(("partition", "key", "none")),
         random.choice(("retry", "retry", "retry", "block")),

@@ -1,4 +1,4 @@
-"""One run: processes, broker and store from a seed, and the verdict."""
+"""A run: processes, broker and store from a seed, and its verdict."""
 
 from __future__ import annotations
 
@@ -35,24 +35,27 @@ from tests.simulation.workload import (
 )
 
 PLACES: Final = "ABCD"
-"""Processes are named by their place and their life: B3 is the third one in place B."""
+"""Processes are named by place and restart: B3 is the third process in place B."""
 
 PATIENCE: Final = 120.0
-"""Seconds of calm in which everything must be settled."""
+"""Seconds without faults in which everything must be settled."""
 
 LAST_WORDS: Final = 30.0
-"""Seconds in which a stopped process must have ended all of its tasks."""
+"""Seconds in which a stopped process must end all its tasks."""
 
 
 def markers_of(seed: int) -> Callable[[], int]:
-    """How many markers follow a message: in half of all runs some do.  Other choices of a seed do not depend on it."""
+    """Return a function for the number of markers after a message; half of all runs have some.
+
+    It has a random generator of its own, so that the other choices of a seed do not depend on it.
+    """
     random = Random(f"{seed}/markers")  # a simulation
     often = random.choice((0.0, 0.0, 0.3, 0.8))
     return lambda: random.randint(1, 3) if random.random() < often else 0
 
 
 class World:
-    """Everything of one run."""
+    """The state of a run."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -73,10 +76,10 @@ class World:
         self._ahead = [random.uniform(-2 * LEASE, 2 * LEASE) for _ in PLACES]
         self._keys: dict[tuple[str, int, int], tuple[str, ...]] = {}
 
-    # Processes.
+    # Processes
 
     def start(self, place: int, life: int = 1) -> None:
-        """A process begins; another takes its place when it has ended."""
+        """Start a process; another one replaces it when it has ended."""
         if self._calm:
             return
         worker = Worker(self, f"{PLACES[place]}{life}", self._ahead[place])
@@ -86,7 +89,7 @@ class World:
 
     def _ended(self, worker: Worker, place: int, life: int) -> None:
         if worker.at_once:
-            # With the process its client goes; the group finds out when the session ends.
+            # The client dies with its process; the group notices when the session expires.
             worker.process.kill()
             self._silent_from_now(worker, lambda: True)
         if not self._calm:
@@ -100,13 +103,13 @@ class World:
         return random.choice(living) if living else None
 
     def after_some_steps(self, random: Random, strike: Callable[[Worker], None]) -> None:
-        """Strike a process between two of its next steps."""
+        """Inject a fault into a process between two of its next steps."""
         worker = self.some_worker(random)
         if worker is not None:
             self.after_steps(worker, random.randint(1, 40), strike)
 
     def after_steps(self, worker: Worker, steps: int, strike: Callable[[Worker], None]) -> None:
-        """Strike a process after so many of its steps."""
+        """Inject a fault into a process after `steps` steps."""
         worker.process.after_steps(steps, lambda: self.store_network.now(lambda: self._strike(worker, strike)))
 
     def _strike(self, worker: Worker, strike: Callable[[Worker], None]) -> None:
@@ -155,7 +158,7 @@ class World:
         if consumer is not None:
             self.store_network.later(SESSION, lambda: self.broker.group.leave(consumer) if still() else None)
 
-    # What is finished.
+    # Finished messages
 
     def _keys_of(self, message: Message) -> tuple[str, ...]:
         where = (message.topic, message.partition, message.offset)
@@ -168,12 +171,12 @@ class World:
         return keys
 
     def _unfinished(self, message: Message) -> list[str]:
-        """Keys of `message` that are neither completed nor dead-lettered."""
+        """Return the keys of a message that are neither completed nor dead-lettered."""
         if message.is_marker:
             return []
         truth = self.history.truth
-        letters = truth.letters.get((message.topic, message.partition, message.offset), [])
-        given_up = {letter.handler for letter in letters}
+        dead_letters = truth.dead_letters.get((message.topic, message.partition, message.offset), [])
+        given_up = {dead_letter.handler for dead_letter in dead_letters}
         return [
             key
             for name, key in zip(HANDLERS[message.topic], self._keys_of(message), strict=True)
@@ -187,7 +190,7 @@ class World:
                     "C", f"offset {offset} of {partition} passes {message.offset}, unfinished: {unfinished}"
                 )
 
-    # A run.
+    # Run
 
     async def run(self) -> None:
         random = self.random
@@ -200,15 +203,15 @@ class World:
         for task in (chaos, producer):
             task.result()
         self._be_calm()
-        await self._until(self._settled, PATIENCE, "everything is settled")
+        await self._until(self._settled, PATIENCE, "settling everything")
         self._calm = True
         for worker in self.workers:
             worker.stop()
-        await self._until(self._all_over, LAST_WORDS, "all processes have ended")
+        await self._until(self._all_over, LAST_WORDS, "end of all processes")
         self._judge()
 
     async def _publish(self, random: Random, seconds: float) -> None:
-        """Events, some of them twice."""
+        """Publish events, some of them twice."""
         sent: list[Placed] = []
         for number in range(random.randint(4, 12)):
             if random.random() < 0.7:
@@ -256,11 +259,11 @@ class World:
         give_up_at = loop.time() + seconds
         while not condition() and not self.history.broken.done():
             if loop.time() > give_up_at:
-                self.history.violate("S", f"not within {seconds:g} s: {what}; {self._what_is_open()}")
+                self.history.violate("S", f"{what} took more than {seconds:g} s; {self._open_work()}")
                 return
             await asyncio.wait({self.history.broken}, timeout=0.25)
 
-    def _what_is_open(self) -> str:
+    def _open_work(self) -> str:
         group = self.broker.group
         behind = {
             f"{at.topic}-{at.partition}": f"{group.committed.get(at, 0)} of {len(log)}"
@@ -285,32 +288,32 @@ class World:
                     history.violate("L", f"{message.topic} {message.offset} is lost: {unfinished}")
         for key in truth.completed:
             if key not in truth.sink:
-                history.violate("L", f"{key} is completed, and its effect has not happened")
+                history.violate("L", f"{key} is completed without an effect")
         self._judge_crashes()
         history.judge_repeats()
         if self.setup.service.ordering != "none":
             history.judge_order(self._lanes())
 
     def _judge_crashes(self) -> None:
-        """K: no event is given up for the crashes that another one causes."""
+        """Check K: no event is given up because of crashes that another event causes."""
         counts = self.history.counts
-        # Any of these may have hit an innocent event that ran alone.
+        # Any of these faults may have hit a harmless event that ran alone.
         others = sum(counts[what] for what in ("crashes", "stalls", "partitions", "stops")) - counts["deadly"]
         if others + self.history.truth.jumps >= self.setup.config.max_attempts:
             return
         for log in self.broker.logs.values():
             for message in log:
-                letters = self.history.truth.letters[message.topic, message.partition, message.offset]
-                crashed = any(letter.error == "CrashedTooOftenError" for letter in letters)
+                dead_letters = self.history.truth.dead_letters[message.topic, message.partition, message.offset]
+                crashed = any(dead_letter.error == "CrashedTooOftenError" for dead_letter in dead_letters)
                 if crashed and dict(message.headers)["event_id"].decode() != self.habits.deadly:
                     what = f"{message.topic} {message.offset}"
-                    self.history.violate("K", f"{what} is given up for crashes of another event")
+                    self.history.violate("K", f"{what} is given up because of crashes of another event")
 
     def _lanes(self) -> list[list[str]]:
-        """Keys by lane, in the order of the log; those whose outcome was given up or forgotten keep no order."""
+        """Return the keys by lane in log order, without keys that were given up or lost, which have no order."""
         lanes: dict[Any, list[str]] = {}
         by_key = self.setup.service.ordering == "key"
-        dropped = set(self.history.truth.letters)
+        dropped = set(self.history.truth.dead_letters)
         for partition, log in self.broker.logs.items():
             messages = [message for message in log if not message.is_marker]
             exempt = {
@@ -328,7 +331,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one seed."""
+    """The result of a seed."""
 
     seed: int
     violations: list[str]
@@ -338,10 +341,10 @@ class Verdict:
 
 
 def simulate(seed: int, *, digest: bool = False) -> Verdict:
-    """One run, the same every time."""
+    """Simulate a run; the result depends only on the seed."""
     loop = SimulatedLoop()
     collecting = gc.isenabled()
-    gc.disable()  # whatever is told at collection is told at the same step in every run
+    gc.disable()  # so that warnings of collected objects occur at the same step in every run
     world: World | None = None
 
     async def main() -> None:
@@ -367,7 +370,7 @@ def simulate(seed: int, *, digest: bool = False) -> Verdict:
 
 
 class _Unhandled:
-    """An exception that nobody took: a violation, unless the dead raised it."""
+    """Reports unhandled exceptions as violations, except those of dead processes."""
 
     def __init__(self, history: History) -> None:
         self._history = history

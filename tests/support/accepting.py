@@ -1,7 +1,7 @@
-"""A server whose connections are all gone when it is closed, those that have just been accepted as well.
+"""A server that closes all its connections when it is closed, including those just accepted.
 
-What asyncio offers leaves open what it accepted a moment before the end, and a task that is cancelled before it has
-begun closes nothing: such a socket would be told as unclosed in some later test.
+asyncio's own server leaves connections open that it accepted just before it was closed, and a task that is cancelled
+before it starts closes nothing. A later test would then report such a socket as unclosed.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from tests.support.listening import accept_no_more
 Serve: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 _TURNS: Final = 3
-"""Of the loop: a socket that is aborted is closed in the next one."""
+"""Iterations of the event loop; an aborted socket is closed in the next iteration."""
 
 
 class Acceptor:
-    """Runs `serve` for each connection, and aborts that when it ends.  Cancellation comes from `close` alone."""
+    """Runs `serve` for each connection, and aborts the connection afterwards. Only `close` cancels `serve`."""
 
     def __init__(self, serve: Serve) -> None:
         self._serve = serve
         self._open: dict[asyncio.Task[None], tuple[asyncio.StreamWriter, asyncio.WriteTransport]] = {}
-        """The writers too: one that is forgotten before its end says that it is unclosed."""
+        """Includes the writers: a writer that is garbage-collected while open warns that it is unclosed."""
         self._server: asyncio.Server | None = None
 
     @property
     def port(self) -> int:
-        assert self._server is not None, "it was not started"
+        assert self._server is not None, "the server was not started"
         return int(self._server.sockets[0].getsockname()[1])
 
     async def __aenter__(self) -> Self:
-        """On a free port of loopback."""
+        """Start on a free loopback port."""
         await self.start()
         return self
 
@@ -45,7 +45,7 @@ class Acceptor:
         await self.close()
 
     async def start(self, listening: socket.socket | None = None) -> None:
-        """Accept connections to `listening`; without one, to a free port of loopback."""
+        """Accept connections on `listening`, or on a free loopback port."""
         if listening is None:
             self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
         elif listening.family == socket.AF_UNIX:
@@ -54,7 +54,7 @@ class Acceptor:
             self._server = await asyncio.start_server(self._take, sock=listening)
 
     async def close(self) -> None:
-        """End all; when this returns every socket is closed."""
+        """End all connections; every socket is closed when this returns."""
         if self._server is None or not self._server.is_serving():
             return
         await accept_no_more(self._server.sockets)
@@ -77,8 +77,8 @@ class Acceptor:
     def _ended(self, task: asyncio.Task[None]) -> None:
         writer, bare = self._open.pop(task)
         writer.transport.abort()
-        bare.abort()  # below TLS, if that was begun since
+        bare.abort()  # the transport below TLS, if TLS was started since
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            told = {"message": "a connection's server failed", "exception": error, "task": task}
-            task.get_loop().call_exception_handler(told)
+            context = {"message": "serving a connection failed", "exception": error, "task": task}
+            task.get_loop().call_exception_handler(context)

@@ -1,4 +1,4 @@
-"""Let time pass for records in a real Redis: make them older instead of waiting."""
+"""Age the records in a real Redis instead of waiting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ for _, key in ipairs(KEYS) do
   elseif life > 0 then
     redis.call('PEXPIRE', key, life - by)
     local old = redis.call('GETRANGE', key, 12, 21)
-    -- A settled record knows only how long after its fence it was settled, and the fence names a reservation.
+    -- A settled record stores its time relative to the fence, which identifies a reservation and must not change.
     local time = redis.call('GETRANGE', key, 0, 0) ~= '\\3' and struct.unpack('>I6', old) or 0
     if time > 0 then
       local new = struct.pack('>I6', math.max(time - by, 1))
@@ -32,7 +32,11 @@ end
 async def age_records(client: Redis, duration: timedelta, prefix: str = "", *, one_by_one: bool = False) -> None:
     """Move the end of every lease, and every expiry, `duration` into the past.
 
-    `one_by_one`: a server of a cluster takes only keys of one slot at once.
+    Args:
+        client: A client of the server.
+        duration: How far to move them.
+        prefix: Only keys with this prefix.
+        one_by_one: Call the script once per key, since a cluster node accepts only keys of one slot per call.
     """
     keys = [key async for key in client.scan_iter(match=f"{prefix}*", count=1_000, _type="string")]
     by = duration // timedelta(milliseconds=1)
@@ -40,5 +44,5 @@ async def age_records(client: Redis, duration: timedelta, prefix: str = "", *, o
     for start in range(0, len(keys), at_once):
         part = keys[start : start + at_once]
         await client.eval(_AGE, len(part), *part, by)
-    # Leases are counted in milliseconds: one that is renewed within the same one would end where it did before.
+    # Leases have millisecond precision: a lease that is renewed within the same millisecond would not change.
     await asyncio.sleep(0.002)

@@ -1,8 +1,8 @@
-"""A loop of one's own that takes many records at once, in a process that may die at a named place.
+"""A custom consumer loop for batches, in a process that can be killed at a named place.
 
     python -m tests.support.batch_loop BOOTSTRAP TOPIC GROUP REDIS_URL JOURNAL [PLACE]
 
-`one_batch` is the loop of docs/how-to/handle-batches.md.  Each effect leaves a line in JOURNAL.
+`one_batch` is the loop in docs/how-to/handle-batches.md. Each effect appends a line to JOURNAL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
 from integr8s_idem.testing.crash_points import kill_myself
 
 LEASE = 2.0
-PLACES = ("within the effects", "before confirming", "before committing", "behind the commit")
+PLACES = ("within the effects", "before confirming", "before committing", "after the commit")
 
 
 async def one_batch(consumer: Any, manager: IdempotencyManager, index: Callable[[Any, Reserved], Any]) -> None:
@@ -38,16 +38,16 @@ async def one_batch(consumer: Any, manager: IdempotencyManager, index: Callable[
         for key, record in work.items():
             if await manager.may_start(mine[key]) and await index(record, mine[key]):
                 done.append(key)
-    finally:  # on an error, too: others need not wait until the leases end
+    finally:  # also on an error, so that other workers do not have to wait until the leases end
         kept = await manager.confirm_batch(mine[key] for key in done)
         await manager.release_batch(mine[key] for key in mine if key not in done)
 
-    settled = {key for key, ours in zip(done, kept, strict=True) if ours}
+    settled = {key for key, is_kept in zip(done, kept, strict=True) if is_kept}
     settled |= {key for key, verdict in verdicts.items() if isinstance(verdict, Completed)}
     undone = {place_of(record) for record in records if event_id(record) not in settled}
     offsets = committable_offsets(records, undone)
     await consumer.commit({TopicPartition(*place): offset for place, offset in offsets.items()})
-    for topic, partition, offset in sorted(undone, reverse=True):  # down to the first of each partition
+    for topic, partition, offset in sorted(undone, reverse=True):  # the first offset last
         consumer.seek(TopicPartition(topic, partition), offset)
 
 
@@ -60,7 +60,7 @@ def place_of(record: Any) -> tuple[str, int, int]:
 
 
 class Index:
-    """Does the work, and dies where it is told to."""
+    """Does the work, and kills the process at the given place."""
 
     def __init__(self, journal: Path, place: str) -> None:
         self._journal = journal
@@ -72,7 +72,7 @@ class Index:
             kill_myself()
 
     async def __call__(self, record: Any, reserved: Reserved) -> bool:
-        """Whether it is done."""
+        """Return whether the record was indexed."""
         if self._done == 3:
             self.reached("within the effects")
         if record.value == b"flaky" and reserved.attempt == 1:
@@ -85,7 +85,7 @@ class Index:
 
 
 class DyingManager(IdempotencyManager):
-    """The manager, with a place before the first confirmation."""
+    """A manager that can kill the process before the first confirmation."""
 
     index: Index
 
@@ -96,8 +96,8 @@ class DyingManager(IdempotencyManager):
         return await super().confirm_batch(confirmed, ttl=ttl)
 
 
-class Dying:
-    """The consumer, with a place before and one behind the first commit."""
+class DyingConsumer:
+    """A consumer that can kill the process before or after the first commit."""
 
     def __init__(self, consumer: Any, index: Index) -> None:
         self._consumer = consumer
@@ -111,7 +111,7 @@ class Dying:
             return
         self._index.reached("before committing")
         await self._consumer.commit(offsets)
-        self._index.reached("behind the commit")
+        self._index.reached("after the commit")
 
 
 async def main(bootstrap: str, topic: str, group: str, redis_url: str, journal: str, place: str = "") -> None:
@@ -130,7 +130,7 @@ async def main(bootstrap: str, topic: str, group: str, redis_url: str, journal: 
     index = manager.index = Index(Path(journal), place)
     await consumer.start()
     while True:
-        await one_batch(Dying(consumer, index), manager, index)
+        await one_batch(DyingConsumer(consumer, index), manager, index)
         await asyncio.sleep(0.1)
 
 

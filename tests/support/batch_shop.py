@@ -1,7 +1,6 @@
-"""A service that takes batches, for processes of its own: `integr8s-idem run tests.support.batch_shop:platform`.
+"""A service with a batch handler for worker processes: `integr8s-idem run tests.support.batch_shop:platform`.
 
-What really happened is in the file that SHOP_JOURNAL names: a line for each event that a batch was given, and for each
-effect.
+The handler appends to the file SHOP_JOURNAL a line for each event in a batch, and a line for each effect.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class OrderPlaced(BaseEvent):
     event_type: Literal["order_placed"] = "order_placed"
     order_id: str
     holds: bool = False
-    """Its first run stays behind its effect until the process ends."""
+    """Whether its first run waits after the effect until the process ends."""
 
 
 router = EventRouter()
@@ -53,18 +52,18 @@ class Line:
     order: str
     attempt: int
     size: int
-    """Of the batch."""
+    """Size of the batch."""
 
 
 def note(what: str, order_id: str, attempt: int, size: int) -> None:
-    """One line, in one write: lines of several processes do not mix."""
+    """Append a line with a single write, so that lines of several processes do not mix."""
     journal = os.open(os.environ["SHOP_JOURNAL"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(journal, f"{what} {order_id} {attempt} {size}\n".encode())
     os.close(journal)
 
 
 def journal_of(path: Path) -> list[Line]:
-    """What is written there."""
+    """Return the lines of the journal."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [Line(what, order, int(attempt), int(size)) for what, order, attempt, size in map(str.split, lines)]
 

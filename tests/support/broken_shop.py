@@ -1,7 +1,7 @@
 """Two services on one topic: `python -m integr8s_idem run tests.support.broken_shop:platform`.
 
-The handler of billing fails for every order that the file SHOP_BROKEN names, one a line: whoever takes it out there
-has fixed it.  Both leave a line in SHOP_JOURNAL when they are done.
+The handler of billing fails for every order in the file SHOP_BROKEN, which has one order id per line; removing the line
+fixes it. Both handlers append a line to SHOP_JOURNAL at their end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ billing, audit = EventRouter(), EventRouter()
 
 
 class NoSuchCardError(Exception):
-    """What the handler cannot do anything about."""
+    """An error that the handler cannot resolve."""
 
 
 @billing.on(OrderPlaced)

@@ -1,11 +1,11 @@
-"""A real browser without a window: Debian's Chromium, driven by its own chromedriver, stopped by quitting it.
+"""A real headless browser: Debian's Chromium, driven by its chromedriver.
 
     def test_a_page(browser):
         browser.open(tmp_path / "page.html")
         browser.screenshot(tmp_path / "page.png", width=400)
         assert browser.errors() == []
 
-Starting takes about two seconds; nothing of it survives a stop.  It reaches 127.0.0.1 and files, and nothing else.
+Starting takes about two seconds. Its profile is deleted when it stops. It can only load files and pages of 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 
 WIDTH: Final = 1280
 HEIGHT: Final = 900
-"""CSS pixels of the page that is seen, if a test does not say otherwise."""
+"""Default size of the window in CSS pixels."""
 _PAGE_SECONDS: Final = 30
 _FLAGS: Final = (
     "--headless=new",
-    "--no-sandbox",  # root may not have one
+    "--no-sandbox",  # not available to root
     "--disable-gpu",
-    "--disable-dev-shm-usage",  # small in containers
+    "--disable-dev-shm-usage",  # too small in containers
     "--disable-quic",
     "--disable-background-networking",
     "--disable-component-update",
@@ -45,22 +45,22 @@ _FAVICON: Final = "/favicon.ico"
 
 
 def missing_programs() -> str:
-    """Why no browser can be started here; empty if one can."""
+    """Return why no browser can be started here; empty if one can."""
     missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"no {' and no '.join(missing)}: apt-get install chromium chromium-driver" if missing else ""
 
 
 class Browser:
-    """One browser with one page.  All methods block.
+    """A browser with one page. All methods block.
 
-    `driver` is selenium's own, for whatever is not here: finding elements, clicking, running scripts.
+    `driver` is the selenium driver, for everything else: finding elements, clicking, running scripts.
     """
 
     def __init__(self) -> None:
         self._folder = Path()
 
     def start(self) -> None:
-        """Start it, with a profile of its own."""
+        """Start the browser with a temporary profile."""
         self._folder = Path(tempfile.mkdtemp(prefix="idem-browser-"))
         try:
             self.driver = Chrome(options=self._options(), service=self._service())
@@ -71,24 +71,24 @@ class Browser:
             raise
 
     def stop(self) -> None:
-        """End it, and forget its profile."""
+        """Quit the browser and delete its profile."""
         try:
             self.driver.quit()
         finally:
-            # It may still be writing its last file: what is left is temporary, and nobody's business.
+            # It may still be writing a file; leftovers in the temporary folder do no harm.
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def open(self, page: str | Path) -> None:
-        """Load a page, by address or from a file, wait until it has loaded, and forget errors of pages before."""
+        """Load a page from an address or file, wait until it has loaded, and discard earlier errors."""
         self._forget()
         self.driver.get(page.absolute().as_uri() if isinstance(page, Path) else page)
 
     def screenshot(self, path: Path, *, width: int | None = None, whole: bool = True) -> None:
-        """Draw the page into a PNG file.
+        """Write a screenshot of the page to a PNG file.
 
         Args:
-            width: Of the page, in CSS pixels, from now on.
-            whole: All of its height; otherwise what is seen without scrolling.
+            width: New width of the page in CSS pixels.
+            whole: Include the whole height; otherwise only the visible part.
         """
         if width is not None:
             self.resize(width)
@@ -102,23 +102,23 @@ class Browser:
         self.resize(int(self.script("return window.innerWidth")), before)
 
     def resize(self, width: int = WIDTH, height: int = HEIGHT) -> None:
-        """Give the page so many CSS pixels, fewer than a window can have included."""
+        """Set the size of the page in CSS pixels; it can be smaller than the minimum size of a window."""
         self._command(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
 
     def prefer(self, colours: Colours) -> None:
-        """Whether its user likes pages light or dark."""
+        """Set the preferred color scheme of the user."""
         self._command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": colours}])
 
     def errors(self) -> list[str]:
-        """What the console said of the page since it was opened, or since this was last asked: errors and warnings."""
+        """Return console errors and warnings since the page was opened or since the last call."""
         log = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
-        # A browser looks for a site's icon by itself.
+        # The browser requests the favicon on its own.
         return [entry["message"] for entry in log if not entry["message"].split(" ")[0].endswith(_FAVICON)]
 
     def requests(self) -> list[str]:
-        """What was asked for since the page was opened, or since this was last asked: addresses, the page's first."""
+        """Return the requested addresses since the page was opened or since the last call, the page first."""
         log = self.driver.get_log("performance")  # type: ignore[no-untyped-call]
         messages = [json.loads(entry["message"])["message"] for entry in log]
         sent = [message for message in messages if message["method"] == "Network.requestWillBeSent"]
@@ -126,7 +126,7 @@ class Browser:
         return [address for address in addresses if not address.endswith(_FAVICON)]
 
     def script(self, text: str, *arguments: Any) -> Any:
-        """What a JavaScript function of this body returns."""
+        """Run `text` as the body of a JavaScript function, and return its result."""
         return self.driver.execute_script(text, *arguments)
 
     def __enter__(self) -> Self:
@@ -147,12 +147,12 @@ class Browser:
         return options
 
     def _service(self) -> ChromeService:
-        # Named, since selenium would otherwise look for one on the network.
+        # Without this path selenium would look for a driver on the network.
         return ChromeService(
             shutil.which("chromedriver"),
-            # What a profile leaves outside of its folder.
+            # For files that the browser writes outside its profile.
             env={**os.environ, "HOME": str(self._folder), "TMPDIR": str(self._folder)},
-            # Of its own: Ctrl-C at the tests must not end it before its client.
+            # A process group of its own: Ctrl-C in the tests must not end it before its client.
             popen_kw={"start_new_session": True},
         )
 
@@ -174,10 +174,10 @@ def _running_browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(_running_browser: Browser) -> Iterator[Browser]:
-    """One browser for all tests, as if new: an empty page of the usual size, in light colors."""
+    """Return the shared browser, reset to an empty page of default size in light colors."""
     _running_browser.open("about:blank")
     _running_browser.resize()
     _running_browser.prefer("light")
     yield _running_browser
-    # What a page's script is still doing ends with its test.
+    # Stop scripts of the page at the end of the test.
     _running_browser.open("about:blank")

@@ -1,4 +1,4 @@
-"""Processes whose wall clock is wrong, jumps or stands still, while their monotonic clock goes on.
+"""Processes whose wall clock is wrong, jumps or is frozen, while their monotonic clock is right.
 
 clock = WrongClock(folder)
 subprocess.Popen(..., env={**os.environ, **clock.environment})
@@ -23,7 +23,7 @@ from typing import Final
 from tests.support.kafka.fixtures import skip_or_fail
 
 _SHAPE: Final = Struct("=qq")
-"""How far it is ahead, and where it stands still if not 0: microseconds."""
+"""Microseconds that the clock is ahead, and the time at which it is frozen, or 0."""
 
 _SOURCE: Final = r"""
 #define _GNU_SOURCE
@@ -35,17 +35,17 @@ _SOURCE: Final = r"""
 #include <time.h>
 #include <unistd.h>
 
-static volatile long long *told;
+static volatile long long *shared;
 
 __attribute__((constructor)) static void begin(void) {
     int file = open(getenv("WRONG_CLOCK"), O_RDONLY);
-    if (file >= 0) told = mmap(0, 16, PROT_READ, MAP_SHARED, file, 0);
+    if (file >= 0) shared = mmap(0, 16, PROT_READ, MAP_SHARED, file, 0);
 }
 
 int clock_gettime(clockid_t clock, struct timespec *now) {
     if (syscall(SYS_clock_gettime, clock, now)) return -1;
-    if (!told || (clock != CLOCK_REALTIME && clock != CLOCK_REALTIME_COARSE)) return 0;
-    long long us = told[1] ? told[1] : now->tv_sec * 1000000LL + now->tv_nsec / 1000 + told[0];
+    if (!shared || (clock != CLOCK_REALTIME && clock != CLOCK_REALTIME_COARSE)) return 0;
+    long long us = shared[1] ? shared[1] : now->tv_sec * 1000000LL + now->tv_nsec / 1000 + shared[0];
     now->tv_sec = us / 1000000;
     now->tv_nsec = us % 1000000 * 1000;
     return 0;
@@ -69,35 +69,35 @@ time_t time(time_t *now) {
 
 
 class WrongClock:
-    """The wall clock of the processes that are started with its environment."""
+    """The wall clock of processes that are started with its environment."""
 
     def __init__(self, folder: Path, ahead: float = 0.0) -> None:
-        """`ahead`: seconds, negative for behind."""
+        """Set the clock `ahead` seconds ahead; negative values set it back."""
         descriptor, name = tempfile.mkstemp(dir=folder, prefix="clock-")
         os.close(descriptor)
-        self._told = Path(name)
+        self._file = Path(name)
         self._library = _library()
         self.jump(ahead)
 
     @property
     def environment(self) -> Mapping[str, str]:
-        return {"LD_PRELOAD": str(self._library), "WRONG_CLOCK": str(self._told)}
+        return {"LD_PRELOAD": str(self._library), "WRONG_CLOCK": str(self._file)}
 
     def jump(self, ahead: float) -> None:
-        """Be `ahead` seconds ahead of the right time from now on."""
-        self._tell(round(ahead * 1e6), 0)
+        """Set the clock `ahead` seconds ahead of the right time."""
+        self._write(round(ahead * 1e6), 0)
 
     def stop(self) -> None:
-        """Stand still from now on."""
-        self._tell(0, time.time_ns() // 1000)
+        """Freeze the clock."""
+        self._write(0, time.time_ns() // 1000)
 
-    def _tell(self, ahead: int, stands_at: int) -> None:
-        with self._told.open("r+b") as file:
-            file.write(_SHAPE.pack(ahead, stands_at))
+    def _write(self, ahead: int, frozen_at: int) -> None:
+        with self._file.open("r+b") as file:
+            file.write(_SHAPE.pack(ahead, frozen_at))
 
     @contextmanager
-    def worn(self) -> Iterator[None]:
-        """Processes that are started within the block have it, too."""
+    def installed(self) -> Iterator[None]:
+        """Give processes that are started within the block this clock, too."""
         before = {name: os.environ.get(name) for name in self.environment}
         os.environ.update(self.environment)
         try:
@@ -112,20 +112,20 @@ class WrongClock:
 
 @cache
 def _library() -> Path:
-    """What tells programs another time, compiled once a session."""
+    """Compile the library that overrides the clock functions, once per session."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or not sys.platform.startswith("linux"):
-        skip_or_fail("no C compiler on Linux here, to make clocks wrong with: install gcc")
+        skip_or_fail("no C compiler on Linux to build the clock library: install gcc")
     folder = Path(tempfile.gettempdir()) / f"idem-clock-{os.getuid()}-{os.getpid()}"
     folder.mkdir(mode=0o700)
     source, library = folder / "clock.c", folder / "clock.so"
     source.write_text(_SOURCE)
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
-    _forget_at_exit(folder)
+    _delete_at_exit(folder)
     return library
 
 
-def _forget_at_exit(folder: Path) -> None:
+def _delete_at_exit(folder: Path) -> None:
     import atexit
 
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Waiting for facts instead of for seconds."""
+"""Wait for conditions instead of sleeping."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import time
 from collections.abc import Callable
 
 LONGEST_WAIT = 60.0
-"""Seconds: generous, since the machine may be busy; a passing test never waits this long."""
+"""Seconds; generous, since the machine may be busy. A passing test never waits this long."""
 
 
 async def eventually(
     fact: Callable[[], object], *, within: float = LONGEST_WAIT, state: Callable[[], object] | None = None
 ) -> None:
-    """Return once `fact()` is true.  Fails after `within` seconds, telling `state()`."""
+    """Return once `fact()` is true; fail with `state()` after `within` seconds."""
     give_up_at = time.monotonic() + within
     while not fact():
         if time.monotonic() > give_up_at:
-            raise AssertionError(f"not so within {within:g} s{f': {state()}' if state else ''}")
+            raise AssertionError(f"the condition was not true within {within:g} s{f': {state()}' if state else ''}")
         await asyncio.sleep(0.02)
 
 
 def wait_until(
     fact: Callable[[], object], *, within: float = LONGEST_WAIT, state: Callable[[], object] | None = None
 ) -> None:
-    """As `eventually`, for tests without an event loop."""
+    """Wait like `eventually`, in tests without an event loop."""
     give_up_at = time.monotonic() + within
     while not fact():
         if time.monotonic() > give_up_at:
-            raise AssertionError(f"not so within {within:g} s{f': {state()}' if state else ''}")
+            raise AssertionError(f"the condition was not true within {within:g} s{f': {state()}' if state else ''}")
         time.sleep(0.05)

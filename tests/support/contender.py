@@ -1,7 +1,7 @@
-"""One process that does some work once: `python -m tests.support.contender URL FOLDER LEASE SECONDS`.
+"""A process that runs the work `order:1` once: `python -m tests.support.contender URL FOLDER LEASE SECONDS`.
 
-It says what its wall clock tells, asks for the work `order:1`, and says what it got.  The work takes SECONDS
-and leaves its traces in the journal of `Effects(FOLDER)`.
+It prints the time of its wall clock, runs or waits for the work, and prints the result. The work takes SECONDS and is
+recorded in the journal of `Effects(FOLDER)`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ async def main(url: str, folder: Path, lease: float, seconds: float) -> None:
         effects.apply("order:1", attempt)
         return f"receipt of {os.getpid()}"
 
-    _say(f"{time.time():.0f}")
+    _print_line(f"{time.time():.0f}")
     work = Work(Key.of("order:1"))
-    _say(await manager.run_work(work, charge, returns=charge, wait_timeout=timedelta(minutes=1)))
+    _print_line(await manager.run_work(work, charge, returns=charge, wait_timeout=timedelta(minutes=1)))
     await manager.close()
     await client.aclose()
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

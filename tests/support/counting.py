@@ -1,4 +1,4 @@
-"""An observer that remembers what was counted."""
+"""An observer that records what was counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class CountingObserver(SilentObserver):
     def __init__(self) -> None:
         self.counts: Counter[Signal] = Counter()
         self.reasons: Counter[tuple[Signal, str, str]] = Counter()
-        """By signal, event type and reason, where one was given."""
+        """Keyed by signal, event type and reason, if given."""
         self.gauges: dict[Gauge, float] = {}
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:

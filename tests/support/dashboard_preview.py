@@ -1,6 +1,6 @@
-"""Our own drawing of a Grafana dashboard, for a browser: each panel at its place, with what Prometheus answers to it.
+"""Render a Grafana dashboard as HTML: each panel at its place, with data from Prometheus.
 
-This is not Grafana: it knows the grid, titles, queries and legends, and nothing of themes, zoom or tooltips.
+This is not Grafana: it supports the grid, titles, queries and legends, but not themes, zoom or tooltips.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Final
 from tests.support.prometheus import Prometheus
 
 SECONDS: Final = 60
-"""How far back graphs go."""
+"""Time range of graphs."""
 VARIABLES: Final[Mapping[str, str]] = {"$__rate_interval": "1m", "$service": ".*", "$instance": ".*"}
-"""What Grafana would put in their places, with everything chosen."""
+"""Values that Grafana substitutes for the variables if everything is selected."""
 _STYLE: Final = """
 body { margin: 0; padding: 8px; background: #f4f5f5; font: 12px sans-serif; color: #24292e }
 main { display: grid; grid-template-columns: repeat(24, 1fr); grid-auto-rows: 30px; gap: 8px }
@@ -30,23 +30,23 @@ svg { width: 100%; height: 90px }
 
 
 def filled(expression: str) -> str:
-    """`expression` with every variable of the dashboard in its place."""
+    """Replace the variables of the dashboard in an expression."""
     for name, value in VARIABLES.items():
         expression = expression.replace(name, value)
     return expression
 
 
 def panels(dashboard: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The panels that ask something, which rows do not."""
+    """Return the panels with queries, without rows."""
     return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
 
 
 def page(dashboard: Mapping[str, Any], prometheus: Prometheus) -> str:
-    """The dashboard as HTML.  Raises `AssertionError` if Prometheus refuses a query."""
+    """Return the dashboard as HTML. Raises `AssertionError` if Prometheus rejects a query."""
     drawn = "\n".join(_panel(panel, prometheus) for panel in dashboard["panels"])
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(dashboard["title"])}</title>'
-        f"<style>{_STYLE}</style><p>A preview drawn from idempotency.json by the tests. This is not Grafana.</p>"
+        f"<style>{_STYLE}</style><p>A preview of idempotency.json, rendered by the tests. This is not Grafana.</p>"
         f"<main>{drawn}</main></html>"
     )
 
@@ -58,14 +58,14 @@ def _panel(panel: Mapping[str, Any], prometheus: Prometheus) -> str:
     if kind == "row":
         return f'<section class="row" style="{style}">{title}</section>'
     body = {"stat": _stat, "timeseries": _graph}[kind](panel, prometheus)
-    told = escape(panel["description"], quote=True)
-    return f'<section class="panel" style="{style}" title="{told}"><h2>{title}</h2>{body}</section>'
+    description = escape(panel["description"], quote=True)
+    return f'<section class="panel" style="{style}" title="{description}"><h2>{title}</h2>{body}</section>'
 
 
 def _stat(panel: Mapping[str, Any], prometheus: Prometheus) -> str:
     found = [series for target in panel["targets"] for series in prometheus.query(filled(target["expr"]))]
     if not found:
-        return _NOTHING
+        return _NO_DATA
     value = found[0]["value"][1]
     words = {
         number: word["text"]
@@ -82,12 +82,12 @@ def _graph(panel: Mapping[str, Any], prometheus: Prometheus) -> str:
         for found in prometheus.query_range(filled(target["expr"]), seconds=SECONDS, step=1)
     ]
     if not series:
-        return _NOTHING
+        return _NO_DATA
     rows = "".join(f'<tr><td>{escape(name)}<td class="value">{_short(values[-1])}' for name, values in sorted(series))
     return f"{_lines([values for _, values in series])}<table>{rows}</table>"
 
 
-_NOTHING: Final = '<p class="none">no data</p>'
+_NO_DATA: Final = '<p class="none">no data</p>'
 
 
 def _legend(form: str, labels: Mapping[str, str]) -> str:
@@ -105,7 +105,7 @@ def _lines(series: Sequence[Sequence[float]]) -> str:
 def _points(values: Sequence[float], top: float) -> Iterator[str]:
     first = SECONDS - len(values)
     for place, value in enumerate(values):
-        if not isnan(value):  # as 0 / 0 is
+        if not isnan(value):  # such as 0 / 0
             yield f"{first + place},{100 - 100 * value / top:.1f}"
 
 

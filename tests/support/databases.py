@@ -1,4 +1,4 @@
-"""Fixtures: one PostgreSQL and one MariaDB for the whole session, for tests that empty what they find."""
+"""Fixtures: a PostgreSQL and a MariaDB shared by the session, for tests that clear the tables first."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.support.mariadb import MariadbServer, missing_programs
 from tests.support.postgres import PostgresServer
 
 KINDS: Final = ("postgresql", "mysql", "sqlite")
-"""Of databases that a transaction can be joined in."""
+"""Kinds of databases whose transactions can be joined."""
 
 
 @pytest.fixture(scope="session")
 def shared_postgres() -> Iterator[PostgresServer]:
-    """Never stop or configure it: start one of your own."""
+    """Share a server; never stop or configure it, start your own instead."""
     with PostgresServer() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def shared_mariadb() -> Iterator[MariadbServer]:
-    """Never stop or configure it: start one of your own."""
+    """Share a server; never stop or configure it, start your own instead."""
     if why := missing_programs():
         pytest.skip(why)
     with MariadbServer() as server:
@@ -32,7 +32,7 @@ def shared_mariadb() -> Iterator[MariadbServer]:
 
 
 def url_of(kind: str, request: pytest.FixtureRequest, folder: Path) -> str:
-    """Of a database of this kind, with whatever the test before has left in it."""
+    """Return the URL of a database of this kind, which may contain data of earlier tests."""
     if kind == "sqlite":
         return f"sqlite+aiosqlite:///{folder / 'shop.db'}"
     url: str = request.getfixturevalue("shared_mariadb" if kind == "mysql" else "shared_postgres").url

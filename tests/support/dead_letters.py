@@ -1,4 +1,4 @@
-"""Dead letters made as a service makes them, without one; and the command that looks after them, as a process."""
+"""Create dead letters as a service writes them, and run `integr8s-idem dlq` as a process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def dead_letter_of(
     *,
     topic: str = "order_placed",
     reason: str = "handler_failed",
-    error: BaseException | str = ValueError("no such card"),  # noqa: B008  # it is only read
+    error: BaseException | str = ValueError("no such card"),  # noqa: B008  # it is never modified
     service: str = "billing",
     generation: int = 0,
     guarded: bool = True,
@@ -41,7 +41,7 @@ def dead_letter_of(
     offset: int | None = None,
     timestamp: int = 1_893_456_000_000,
 ) -> FakeRecord:
-    """The letter of order `number`, as it stands in its topic."""
+    """Create the dead letter of order `number`, as it is stored in its topic."""
     event = OrderPlaced(
         order_id=f"{number}{filling}", event_id=f"event-{number}", aggregate_id=f"customer-{number % 7}"
     )
@@ -51,26 +51,26 @@ def dead_letter_of(
     assert event.aggregate_id is not None
     record = FakeRecord(topic, 0, number, event.aggregate_id.encode(), encode_event(event), headers)
     key = Key.of_event("charge", "order_placed", "id", event.event_id)
-    told = DeadLetter(
+    dead_letter = DeadLetter(
         reason, error, "charge", key.label, SPACE.full(key) if guarded else "", 2, generation, "order_placed"
     )
     at = number if offset is None else offset
     return FakeRecord(
-        f"{topic}.dlq", 0, at, record.key, record.value, told.headers(record, service, service), timestamp
+        f"{topic}.dlq", 0, at, record.key, record.value, dead_letter.headers(record, service, service), timestamp
     )
 
 
-def as_sent(letter: FakeRecord) -> Sendable:
-    """For a publisher."""
-    return letter.topic, letter.key, letter.value, letter.headers
+def as_sent(record: FakeRecord) -> Sendable:
+    """Convert a record for a publisher."""
+    return record.topic, record.key, record.value, record.headers
 
 
-async def post(kafka: KafkaSettings, letters: Iterable[FakeRecord]) -> None:
-    """Publish letters to their topics, in pages."""
+async def post(kafka: KafkaSettings, records: Iterable[FakeRecord]) -> None:
+    """Publish dead letters to their topics, in pages."""
     publisher, page = EventPublisher(kafka), list[Sendable]()
     try:
-        for letter in letters:
-            page.append(as_sent(letter))
+        for record in records:
+            page.append(as_sent(record))
             if len(page) == 200:
                 assert not any(await publisher.send_all(page))
                 page = []
@@ -80,8 +80,8 @@ async def post(kafka: KafkaSettings, letters: Iterable[FakeRecord]) -> None:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a command has said, and how it ended."""
+class CommandResult:
+    """The output and exit status of a command."""
 
     status: int
     out: str
@@ -89,19 +89,19 @@ class Said:
 
     @property
     def json(self) -> Any:
-        """All of it as one object."""
+        """Parse the whole output as one JSON value."""
         assert self.out, self.err
         return json.loads(self.out)
 
     @property
     def lines(self) -> list[Any]:
-        """Each line as an object."""
+        """Parse each line of the output as JSON."""
         return [json.loads(line) for line in self.out.splitlines()]
 
 
 @dataclass(frozen=True)
 class Dlq:
-    """`integr8s-idem dlq`."""
+    """Runs `integr8s-idem dlq`."""
 
     settings: Path
     env: Mapping[str, str] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Dlq:
 
     @property
     def audit(self) -> list[Any]:
-        """The audit lines so far."""
+        """Return the audit lines so far."""
         file = self.settings.parent / "state" / "integr8s-idem" / "audit.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -130,16 +130,16 @@ class Dlq:
             stderr=pipe,
         )
 
-    async def typed(self, *arguments: str) -> Said:
-        """Run it to its end here, in a thread: a process of its own takes a second to begin."""
+    async def typed(self, *arguments: str) -> CommandResult:
+        """Run the command in a thread, since starting a process takes a second."""
         words = ["dlq", *arguments, "--settings", str(self.settings)]
         environment = {"XDG_STATE_HOME": str(self.settings.parent / "state"), **self.env}
         answer = await asyncio.to_thread(CliRunner().invoke, app, words, env=environment)
-        return Said(answer.exit_code, answer.stdout, answer.stderr)
+        return CommandResult(answer.exit_code, answer.stdout, answer.stderr)
 
-    async def ran(self, *arguments: str) -> Said:
-        """Run it to its end in a process of its own."""
+    async def ran(self, *arguments: str) -> CommandResult:
+        """Run the command in a process."""
         process = await self.start(*arguments)
         out, err = await process.communicate()
         assert process.returncode is not None
-        return Said(process.returncode, out.decode(), err.decode())
+        return CommandResult(process.returncode, out.decode(), err.decode())

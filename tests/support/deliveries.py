@@ -1,4 +1,4 @@
-"""Deliveries for tests of the worker's parts."""
+"""Deliveries for unit tests of the worker."""
 
 from __future__ import annotations
 

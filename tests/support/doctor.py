@@ -1,4 +1,4 @@
-"""What doctor finds, for tests."""
+"""Helpers to run the doctor."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from integr8s_idem.doctor.store_checks import check_store
 from integr8s_idem.runtime import Platform
 
 KEPT_FOR_EIGHT_DAYS = "[idempotency]\ndefault_ttl_seconds = 691_200\n"
-"""Longer than topics keep events by default."""
+"""Longer than the default retention of topics."""
 
 
 def codes(findings: Iterable[Finding]) -> list[str]:
-    """The findings that need a fix."""
+    """Return the codes of findings that need a fix."""
     return [finding.code.value for finding in findings if finding.severity is not Severity.INFO]
 
 
 async def found_in(text: str, folder: Path, platform: Platform | None = None) -> list[Finding]:
-    """All that a whole examination finds with such a settings.toml."""
+    """Return all findings with `text` as settings.toml."""
     file = folder / "settings.toml"
     file.write_text(text)
     return await examine(Examination(file, platform))
 
 
 async def found_in_store(store: StoreSettings, now: Callable[[], float] = time.time) -> list[Finding]:
-    """What is found about a store alone."""
+    """Return the findings about a store."""
     return await check_store(Settings(store=store), now)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the command left: its exit status, and the objects of `--json`."""
+    """The exit status of the command, and the objects of its `--json` output."""
 
     status: int
     objects: list[dict[str, str]]
@@ -60,7 +60,7 @@ Typed: TypeAlias = Callable[[StoreSettings], Answer]
 
 @pytest.fixture
 def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Typed:
-    """`integr8s-idem doctor --json` for a store, with brokers of which nothing is to be said."""
+    """Run `integr8s-idem doctor --json` for a store, without findings about brokers."""
 
     async def nothing(*_: Any) -> BrokerReport:
         return BrokerReport([])

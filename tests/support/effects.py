@@ -1,11 +1,11 @@
-"""What handlers really did, counted from the outside: a journal of effects, and a sink that checks fences.
+"""Record the effects of handlers independently of the library: in a journal, and in a sink that checks fences.
 
-Both are plain files that outlive any process which writes to them:
+Both are plain files that outlive the processes that write to them:
 
     effects = Effects(folder)
     effects.apply("order-7", attempt)               # in a handler, in any process
-    figures = effects.judge({"order-7", ...})       # in the test, once everything is settled
-    figures.update(effects.judge_records(records))  # where the store can be read
+    figures = effects.judge({"order-7", ...})       # in the test, after all deliveries are settled
+    figures.update(effects.judge_records(records))  # if the test can read the store
 """
 
 from __future__ import annotations
@@ -32,26 +32,25 @@ create table if not exists state (key text primary key, fence integer, refused i
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """One line of the journal."""
+    """A line of the journal."""
 
     what: str
-    """begin, effect or end."""
+    """`begin`, `effect` or `end`."""
     work: str
     attempt: int
     fence: int
     pid: int
     key: str
-    """The full key: that of the record."""
+    """The full key of the record."""
 
 
 class Effects:
-    """The journal (anything goes) and the fenced sink (once per key, never by a lower fence) of one folder.
+    """The journal, which accepts every effect, and the sink, which accepts one per key and rejects lower fences.
 
-    What the sink refuses it refuses by key and by fence, as a table with a conditional write does: a second effect
-    of one key cannot get in.  So "nothing twice in the sink" is half the sink's own doing.  The other half is the
-    library's, and that is what is measured: one work has one key (else its effect is there under both: `judge`),
-    and a later run has a higher fence, up to the one that completes (else a run that was overtaken has the last
-    word: `judge_records`).
+    The sink rejects effects by key and fence, like a table with a conditional write: it never stores a second effect of
+    a key. That alone does not prove that the library is right, so the tests check what the library contributes: each
+    work has one key (otherwise the sink has its effect under both keys, see `judge`), and later runs have higher fences
+    up to the run that completes (otherwise an overtaken run could complete the record, see `judge_records`).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,13 +58,13 @@ class Effects:
         self._sink = folder / "sink.sqlite"
 
     def prepare(self) -> None:
-        """Make the sink's tables; once, before the first process writes."""
+        """Create the tables of the sink; call it once, before the first process writes."""
         with closing(self._connect()) as sink:
             sink.execute("pragma journal_mode=wal")
             sink.executescript(_SCHEMA)
 
     def note(self, what: str, work: str, attempt: Attempt) -> None:
-        """One line, in one write: lines of several processes do not mix, and a killed process leaves whole ones."""
+        """Append a line with a single write, so that processes do not mix lines or leave incomplete ones."""
         line = json.dumps([what, work, attempt.number, attempt.fence, os.getpid(), attempt.key]) + "\n"
         journal = os.open(self._journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
@@ -74,7 +73,7 @@ class Effects:
             os.close(journal)
 
     def apply(self, work: str, attempt: Attempt) -> bool:
-        """The effect: always in the journal, in the sink unless it was there or a higher fence has been seen."""
+        """Record the effect in the journal, and in the sink unless it has this effect or a higher fence already."""
         self.note("effect", work, attempt)
         with closing(self._connect()) as sink:
             sink.execute("begin immediate")
@@ -86,7 +85,7 @@ class Effects:
                     "insert into effects values (?, ?, ?, ?, ?)",
                     (work, attempt.key, attempt.fence, attempt.number, os.getpid()),
                 )
-            elif attempt.fence > row[0]:  # done by an earlier run: from now on that one is refused
+            elif attempt.fence > row[0]:  # an earlier run had the effect; reject that run from now on
                 sink.execute("update state set fence = ? where key = ?", (attempt.fence, attempt.key))
             else:
                 sink.execute("update state set refused = refused + 1 where key = ?", (attempt.key,))
@@ -95,48 +94,48 @@ class Effects:
 
     @staticmethod
     def receipt(work: str, attempt: Attempt | Effect) -> str:
-        """A result for a handler to return: it says whose it is, so that a record tells who had the last word."""
+        """Return a result for a handler that identifies the run, so that the record shows which run completed it."""
         return f"{work}{_RECEIPT}{attempt.fence}"
 
     def lines(self) -> list[Effect]:
-        """The journal so far."""
+        """Return the journal so far."""
         text = self._journal.read_text() if self._journal.exists() else ""
         return [Effect(*json.loads(line)) for line in text.splitlines()]
 
     def done(self) -> set[str]:
-        """The works whose effect has happened."""
+        """Return the works whose effect has happened."""
         return {line.work for line in self.lines() if line.what == "effect"}
 
     def ended(self) -> set[str]:
-        """The works of which a run has come to its end."""
+        """Return the works with a finished run."""
         return {line.work for line in self.lines() if line.what == "end"}
 
     def keys(self) -> list[str]:
-        """The full keys that runs have begun under, each once."""
+        """Return the distinct full keys of started runs."""
         return list(dict.fromkeys(line.key for line in self.lines()))
 
     def refused(self) -> int:
-        """How often the sink has turned a stale fence away."""
+        """Return how often the sink has rejected a stale fence."""
         with closing(self._connect()) as sink:
             return int(sink.execute("select coalesce(sum(refused), 0) from state").fetchone()[0])
 
     def in_sink(self) -> Counter[str]:
-        """How often each work's effect is in the sink."""
+        """Count the effects of each work in the sink."""
         with closing(self._connect()) as sink:
             return Counter(work for (work,) in sink.execute("select work from effects"))
 
     def judge(
         self, published: Collection[str], *, given_up: Collection[str] = (), records_lost: bool = False
     ) -> Figures:
-        """Compare what happened with what was asked for.  Call it when nothing is under way any more.
+        """Compare the effects with the published works. Call it when no run is in progress.
 
         Args:
-            published: Every work that was asked for.
-            given_up: Those that ended in the dead-letter topic.
-            records_lost: The store lost records, and that was counted: runs may begin at attempt 1 again.
+            published: All published works.
+            given_up: Works that ended in the dead-letter topic.
+            records_lost: The store lost records and counted them, so runs may start at attempt 1 again.
 
         Raises:
-            ViolationError: Something was lost, done twice in the sink, or repeated in silence.
+            ViolationError: An effect was lost, is in the sink twice, or was repeated without a higher fence.
         """
         runs: defaultdict[str, list[Effect]] = defaultdict(list)
         for line in self.lines():
@@ -146,30 +145,34 @@ class Effects:
         lost = set(published) - set(runs) - set(given_up)
         twice = [work for work, times in sink.items() if times > 1]
         repeated = {work: effects for work, effects in runs.items() if len(effects) > 1}
-        silent = {} if records_lost else {work: told for work, told in repeated.items() if not _owned_up(told)}
+        silent = (
+            {} if records_lost else {work: effects for work, effects in repeated.items() if not _fences_grow(effects)}
+        )
         if lost or twice or silent:
-            raise ViolationError(f"lost {sorted(lost)}; twice in the fenced sink {twice}; repeated in silence {silent}")
+            raise ViolationError(
+                f"lost {sorted(lost)}; twice in the fenced sink {twice}; repeated without a higher fence {silent}"
+            )
         return Figures(
             events=len(published),
             lost=len(lost),
-            repeats=sum(len(told) - 1 for told in repeated.values()),
+            repeats=sum(len(effects) - 1 for effects in repeated.values()),
             fenced_repeats=sum(sink.values()) - len(sink),
         )
 
     def judge_records(self, records: Iterable[IdempotencyRecord]) -> Figures:
-        """Compare the records with what happened.  Call it when nothing is under way any more.
+        """Compare the records with the effects. Call it when no run is in progress.
 
-        A completion must not come from a run that was overtaken: a COMPLETED record has no lower fence than any run
-        that has begun, and if its fence is that of a run, so is its result, where that is a `receipt`.  It has a
-        higher one where the outcome was written under a reservation made anew (the record was lost, or had been
-        given back): those are counted as `completed_anew`.  Not for a store that may bring back an older version of
-        a record, as a failover does.
+        An overtaken run must not complete a record: the fence of a COMPLETED record is at least that of every started
+        run, and if it equals that of a run, the `receipt` in the result is from the same run. The fence is higher if
+        the outcome was written under a new reservation (the record was lost or had been released); such records are
+        counted as `completed_anew`. Do not use this for a store that can restore an older version of a record, for
+        instance by a failover.
 
         Args:
-            records: All there are of the keys in the journal, as the store has them now.
+            records: The current records of all keys in the journal.
 
         Raises:
-            ViolationError: A run that was overtaken has completed, or a completed one has had no effect.
+            ViolationError: An overtaken run completed a record, or a completed record has no effect.
         """
         highest: dict[str, int] = {}
         effective: set[str] = set()
@@ -179,11 +182,11 @@ class Effects:
                 effective.add(line.key)
         completed = {record.key: record for record in records if record.status is IdempotencyStatus.COMPLETED}
         overtaken = [record for record in completed.values() if _overtaken(record, highest.get(record.key, 0))]
-        hollow = completed.keys() - effective
-        if overtaken or hollow:
+        without_effect = completed.keys() - effective
+        if overtaken or without_effect:
             raise ViolationError(
-                f"completed by a run that was overtaken: {[(record, highest[record.key]) for record in overtaken]}; "
-                f"completed without an effect: {sorted(hollow)}"
+                f"completed by an overtaken run: {[(record, highest[record.key]) for record in overtaken]}; "
+                f"completed without an effect: {sorted(without_effect)}"
             )
         anew = sum(record.fence > highest[key] for key, record in completed.items())
         return Figures(completed=len(completed), completed_anew=anew)
@@ -192,16 +195,16 @@ class Effects:
         return sqlite3.connect(self._sink, timeout=30, isolation_level=None)
 
 
-def _owned_up(effects: list[Effect]) -> bool:
-    """Whether every run after the first knew that it was not the first, by its attempt and by its fence."""
+def _fences_grow(effects: list[Effect]) -> bool:
+    """Return whether every run after the first had a higher attempt and fence."""
     attempts = [effect.attempt for effect in effects]
     return len(set(attempts)) == len(attempts) and sorted(effects, key=_attempt) == sorted(effects, key=_fence)
 
 
 def _overtaken(record: IdempotencyRecord, highest: int) -> bool:
-    """Whether a run other than that of the `highest` fence has completed it."""
-    told = record.result.body.decode().strip('"') if record.result is not None else ""
-    _, is_receipt, fence = told.rpartition(_RECEIPT)
+    """Return whether a run other than the one with the `highest` fence completed the record."""
+    result = record.result.body.decode().strip('"') if record.result is not None else ""
+    _, is_receipt, fence = result.rpartition(_RECEIPT)
     return record.fence < highest or (record.fence == highest and bool(is_receipt) and int(fence) != highest)
 
 

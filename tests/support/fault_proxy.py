@@ -1,16 +1,16 @@
-"""A proxy before a server, on a TCP port or a Unix socket, that does to the bytes what networks do.
+"""A proxy for a server on a TCP port or Unix socket that injects network faults.
 
     async with FaultProxy(server.address) as proxy:
         client = connect(proxy.address)
         with proxy.fault(Delay(0.5)):
             ...
-        swallowed = proxy.put(Cut(matching=b"EVALSHA"))   # the server executes, the client never learns
+        swallowed = proxy.put(Cut(matching=b"EVALSHA"))   # the server executes it, the client gets no answer
         ...
         assert swallowed.struck == 1
 
-The address is known as soon as the object is made, before it is started and before the server runs: a
-Kafka broker can advertise it.  Faults are data, act on all connections, and add up.  The proxy knows no
-protocol: a request is what one read brings, which holds for clients that wait for their answers.
+The address is known as soon as the object is created, before the proxy and the server are started, so that a Kafka
+broker can advertise it. Faults affect all connections and can be combined. The proxy knows no protocol: it treats the
+bytes of one read as a request, which is correct for clients that wait for their answers.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from typing import Final, Self, TypeAlias
 from tests.support.accepting import Acceptor
 
 Address: TypeAlias = Path | int
-"""A Unix socket, or a port of 127.0.0.1."""
+"""Path of a Unix socket, or a port of 127.0.0.1."""
 
 _CHUNK: Final = 1 << 16
 _DRIP: Final = 20
-"""Writes a second of a dripping connection."""
+"""Writes per second on a slow connection."""
 
 
 class Way(Enum):
-    """Where bytes go."""
+    """Direction of the bytes."""
 
     TO_SERVER = "requests"
     TO_CLIENT = "answers"
@@ -47,7 +47,7 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Delay:
-    """Each read is passed on so many seconds later."""
+    """Pass on each read after a delay in seconds."""
 
     seconds: float
     way: Way = Way.TO_CLIENT
@@ -55,7 +55,7 @@ class Delay:
 
 @dataclass(frozen=True)
 class Drip:
-    """So many bytes a second and connection, a few at a time."""
+    """Limit each connection to a number of bytes per second, a few at a time."""
 
     bytes_per_second: float
     way: Way = Way.TO_CLIENT
@@ -63,33 +63,33 @@ class Drip:
 
 @dataclass(frozen=True)
 class Cut:
-    """End the connection at a request that holds `matching`, after `after` bytes.
+    """End the connection at a request that contains `matching`, after `after` bytes.
 
-    `TO_CLIENT` counts the bytes of the answer: with 0 the server has executed and nobody learns of it.
-    `TO_SERVER` counts those of the request: with 0 it never arrives.
+    `TO_CLIENT` counts the bytes of the answer: with 0, the server executes the request and the client gets no answer.
+    `TO_SERVER` counts the bytes of the request: with 0, it never arrives.
     """
 
     matching: bytes = b""
     also: bytes = b""
-    """A second piece that the request must hold."""
+    """A second text that the request must contain."""
     way: Way = Way.TO_CLIENT
     after: int = 0
     reset: bool = False
-    """By RST instead of FIN.  A Unix socket knows only its close."""
+    """Whether to send RST instead of FIN; a Unix socket can only be closed."""
     times: int | None = 1
-    """How often; `None`: until it is taken away."""
+    """How often; `None` until the fault is removed."""
     every: int = 1
-    """Only each so-many-th matching request."""
+    """Affect only every n-th matching request."""
     chance: float = 1.0
-    """Of those, the share that is struck, drawn from `seed`."""
+    """Probability with which such a request is affected, drawn from `seed`."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Corrupt:
-    """Flip bits of one byte on its way to the client: `offset` bytes behind the start of `marker`.
+    """Flip bits of a byte on its way to the client, `offset` bytes after the start of `marker`.
 
-    Without a marker: behind the start of what is read next.
+    Without a marker, `offset` counts from the start of the next read.
     """
 
     marker: bytes = b""
@@ -100,17 +100,17 @@ class Corrupt:
 
 @dataclass(frozen=True)
 class Stall:
-    """Nothing passes while it is there; then everything does, late."""
+    """Hold back all bytes while the fault is active, and pass them on afterwards."""
 
 
 @dataclass(frozen=True)
 class HalfOpen:
-    """Connections that have something to pass meanwhile, and new ones, pass nothing ever again and never end."""
+    """Connections that are used while the fault is active, and new ones, never pass anything again and stay open."""
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """New connections are reset at once."""
+    """Reset new connections immediately."""
 
     times: int | None = None
 
@@ -120,11 +120,11 @@ Fault: TypeAlias = Delay | Drip | Cut | Corrupt | Stall | HalfOpen | Refuse
 
 @dataclass
 class Placed:
-    """A fault at work."""
+    """An active fault."""
 
     fault: Fault
     struck: int = 0
-    """How often it has done its harm."""
+    """How often the fault has occurred."""
     seen: int = 0
     chance: random.Random = field(default_factory=random.Random)
 
@@ -134,12 +134,11 @@ class Placed:
 
 
 class FaultProxy:
-    """Passes bytes between its own address and `target`.
+    """Passes bytes between its address and `target`.
 
     Args:
-        target: The server's address; may be set or changed later, for new connections.
-        listen: The own address: a free port, or a Unix socket in a folder of its own where the
-            target is one, if not given.
+        target: The server's address; it can be set or changed later, for new connections.
+        listen: The address of the proxy. By default a free port, or a temporary Unix socket if the target is one.
     """
 
     def __init__(self, target: Address | None = None, *, listen: Address | None = None) -> None:
@@ -151,14 +150,14 @@ class FaultProxy:
         self._socket = bound(listen or 0)
         self.address: Address = listen if isinstance(listen, Path) else int(self._socket.getsockname()[1])
         self.accepted = 0
-        """Connections so far."""
+        """Number of connections so far."""
         self._placed: list[Placed] = []
         self._changed = asyncio.Event()
         self._links: set[_Link] = set()
         self._acceptor = Acceptor(self._serve)
 
     def put(self, fault: Fault) -> Placed:
-        """Let `fault` act from now on."""
+        """Activate `fault`."""
         placed = Placed(fault)
         if isinstance(fault, Cut):
             placed.chance.seed(fault.seed)
@@ -171,13 +170,13 @@ class FaultProxy:
         self._wake()
 
     def heal(self) -> None:
-        """Take all faults away."""
+        """Remove all faults."""
         self._placed.clear()
         self._wake()
 
     @contextmanager
     def fault(self, fault: Fault) -> Iterator[Placed]:
-        """`fault` within the block."""
+        """Activate `fault` within the block."""
         placed = self.put(fault)
         try:
             yield placed
@@ -185,12 +184,12 @@ class FaultProxy:
             self.take_away(placed)
 
     async def hold(self, seconds: float) -> None:
-        """A black hole for a while."""
+        """Stall all connections for some seconds."""
         with self.fault(Stall()):
             await asyncio.sleep(seconds)
 
     def reset(self) -> None:
-        """RST to both ends of every connection, now."""
+        """Send RST to both ends of every connection."""
         for link in self._links:
             link.sever(reset=True)
 
@@ -212,13 +211,13 @@ class FaultProxy:
     ) -> None:
         await self.close()
 
-    # What connections ask.
+    # Used by the connections.
 
     def active(self, kind: type) -> list[Placed]:
         return [placed for placed in self._placed if isinstance(placed.fault, kind) and not placed.spent()]
 
     async def change(self) -> None:
-        """Return when faults have been taken away."""
+        """Return when a fault has been removed."""
         await self._changed.wait()
 
     def _wake(self) -> None:
@@ -237,16 +236,16 @@ class FaultProxy:
 
 
 class _Link:
-    """One connection."""
+    """A connection."""
 
     def __init__(self, proxy: FaultProxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._proxy = proxy
         self._client = reader, writer
         self._writers = [writer]
         self._cut: Placed | None = None
-        """What will end this connection."""
+        """The fault that will end this connection."""
         self._left = 0
-        """Bytes until then."""
+        """Number of bytes until then."""
 
     async def run(self) -> None:
         await self._may_pass()
@@ -275,12 +274,12 @@ class _Link:
     async def close(self) -> None:
         for writer in self._writers:
             writer.close()
-        for writer in self._writers:  # all are closed by now, should this be cancelled
+        for writer in self._writers:  # all are closing already if this is cancelled
             with suppress(OSError):
                 await writer.wait_closed()
 
     def sever(self, *, reset: bool) -> None:
-        """End both sides now."""
+        """Close both sides immediately."""
         for writer in self._writers:
             end = writer.get_extra_info("socket")
             if reset and end is not None and end.family != socket.AF_UNIX and end.fileno() >= 0:
@@ -298,12 +297,12 @@ class _Link:
                     self._choose_cut(data)
                 else:
                     data = self._corrupted(data)
-                for placed in self._at_work(Delay, way):
+                for placed in self._active_for(Delay, way):
                     await asyncio.sleep(placed.fault.seconds)  # type: ignore[union-attr]
                 if not await self._deliver(way, data, writer):
                     return
             if way is Way.TO_SERVER:
-                # The client has no more to say; it may still want to hear.
+                # The client has finished sending, but may still read.
                 writer.write_eof()
                 await asyncio.Event().wait()
 
@@ -315,7 +314,7 @@ class _Link:
             stalled[0].struck += 1
             await self._proxy.change()
 
-    def _at_work(self, kind: type, way: Way) -> list[Placed]:
+    def _active_for(self, kind: type, way: Way) -> list[Placed]:
         return [placed for placed in self._proxy.active(kind) if placed.fault.way is way]  # type: ignore[union-attr]
 
     def _choose_cut(self, request: bytes) -> None:
@@ -341,7 +340,7 @@ class _Link:
         return data
 
     async def _deliver(self, way: Way, data: bytes, writer: asyncio.StreamWriter) -> bool:
-        """`False`: the connection has been cut."""
+        """Write the data; return `False` if the connection was cut."""
         cut = self._cut.fault if self._cut is not None else None
         ends = isinstance(cut, Cut) and cut.way is way and len(data) >= self._left
         if isinstance(cut, Cut) and cut.way is way:
@@ -353,7 +352,7 @@ class _Link:
         return not ends
 
     async def _write(self, way: Way, data: bytes, writer: asyncio.StreamWriter) -> None:
-        slowest = min((p.fault.bytes_per_second for p in self._at_work(Drip, way)), default=0.0)  # type: ignore[union-attr]
+        slowest = min((p.fault.bytes_per_second for p in self._active_for(Drip, way)), default=0.0)  # type: ignore[union-attr]
         piece = max(1, int(slowest / _DRIP)) if slowest else max(1, len(data))
         for at in range(0, len(data), piece):
             writer.write(data[at : at + piece])
@@ -363,7 +362,7 @@ class _Link:
 
 
 def bound(address: Address) -> socket.socket:
-    """A socket that has its address, and refuses until somebody listens."""
+    """Return a socket that is bound, and refuses connections until it listens."""
     if isinstance(address, Path):
         bound = socket.socket(socket.AF_UNIX)
         bound.bind(str(address))

@@ -1,4 +1,4 @@
-"""Work that a test holds back, lets end as it says, and counts: on an event loop or in a thread."""
+"""Work that a test can hold and end as it wants, on an event loop or in a thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOOK: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run, as its function sees it."""
+    """A run, as seen by the function."""
 
     payload: str
     attempt: int
@@ -20,13 +20,12 @@ class Run:
 
 
 class GatedWork:
-    """Counts its runs, and ends them as it was told.
+    """Counts its runs, and ends them as configured.
 
     Args:
-        ends: What the runs return, or raise, one after the other; the last one again and again.  Or what says it
-            of a run.
+        ends: What the runs return or raise, in turn; the last one is repeated. Or a function that decides it for a run.
         held: Whether runs wait for `may_end`.
-        stubborn: Whether a run goes on although it is cancelled, as one in a thread does.
+        stubborn: Whether a run ignores cancellation, like a run in a thread.
     """
 
     def __init__(self, *ends: Any, held: bool = False, stubborn: bool = False) -> None:
@@ -34,9 +33,9 @@ class GatedWork:
         self.stubborn = stubborn
         self.runs: list[Run] = []
         self.finished = 0
-        """Runs that came to their end, which is where their effect would be."""
+        """Runs that reached their end, where their effect would happen."""
         self.interrupted = threading.Event()
-        """Interrupts a run in a thread, as Ctrl-C does."""
+        """Interrupts a run in a thread like Ctrl-C."""
         self.may_end = threading.Event()
         if not held:
             self.may_end.set()
@@ -46,7 +45,7 @@ class GatedWork:
         return [run.attempt for run in self.runs]
 
     def here(self, run: Run) -> Any:
-        """A run in the thread that calls."""
+        """Run in the calling thread."""
         self.runs.append(run)
         end = self._next(run)
         while not self.may_end.wait(_LOOK):
@@ -55,7 +54,7 @@ class GatedWork:
         return self._ended(end)
 
     async def __call__(self, run: Run) -> Any:
-        """A run on an event loop."""
+        """Run on an event loop."""
         self.runs.append(run)
         end = self._next(run)
         while not self.may_end.is_set():

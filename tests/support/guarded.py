@@ -1,4 +1,4 @@
-"""Managers on one store of virtual time, and functions to give them."""
+"""Managers on a store with virtual time, and functions for them to run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def virtual_store() -> FlakyStore:
 
 @dataclass(slots=True)
 class Guarded:
-    """A manager with its store and what it counted."""
+    """A manager with its store and observer."""
 
     manager: IdempotencyManager
     store: FlakyStore
@@ -41,7 +41,7 @@ class Guarded:
 def guarded(
     store: FlakyStore | None = None, *, scope: str = "billing", owner: str | None = None, **config: Any
 ) -> Guarded:
-    """A manager on virtual time; pass the store of another one to share it."""
+    """Create a manager with virtual time; pass the store of another one to share it."""
     store = store or virtual_store()
     observer = CountingObserver()
     settings = IdempotencyConfig(**{"processing_timeout_seconds": LEASE, **config})
@@ -49,18 +49,18 @@ def guarded(
 
 
 def plain_manager(**config: Any) -> IdempotencyManager:
-    """A manager with a store of its own, in real time."""
+    """Create a manager with its own store, in real time."""
     return IdempotencyManager(IdempotencyConfig(**config), MemoryIdempotencyRepository(), scope="billing")
 
 
 @dataclass(slots=True)
 class Job:
-    """A function to run, that counts and can be told how to end."""
+    """A function that counts its runs and has a configurable outcome."""
 
     result: Any = "receipt-1"
     seconds: float = 0.0
     errors: list[BaseException] = field(default_factory=list)
-    """Raised by the first runs, one each."""
+    """Errors that the first runs raise, one each."""
     runs: int = 0
     finished: int = 0
     attempts: list[Attempt] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def with_attempt(self) -> Callable[[Attempt], Awaitable[Any]]:
-        """For `execute`, which hands out the attempt."""
+        """Return a function for `execute`, which passes the attempt."""
 
         async def call(attempt: Attempt) -> Any:
             self.attempts.append(attempt)

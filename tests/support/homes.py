@@ -1,10 +1,10 @@
-"""Where records can be: for each kind of store a real server, and settings for whoever wants a store on it.
+"""A real server for each kind of store, and settings to open stores on it.
 
     with open_home("postgresql") as home:
         async with open_records(home.settings(folder, timeout_seconds=1), "billing") as store:
             ...
 
-Settings are plain data, as under `[store]`: they may travel to another process, and be written into a file.
+Settings are plain data, as in `[store]`, and can be passed to other processes or written to a file.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_sentinel import RedisGroup
 
 StoreTable = dict[str, Any]
-"""What stands under `[store]`."""
+"""The settings in `[store]`."""
 
 CONNECTIONS: Final = 4
-"""Of one process to a database, by each of its engines, unless more are needed for a moment."""
+"""Size of the connection pool of each engine."""
 
 LOCK_TIMEOUT: Final = 0.25
-"""Seconds; shorter than any worker here waits for an answer."""
+"""Seconds; shorter than the store timeout of any worker in the tests."""
 
 WAIT: Final = 0.2
-"""Seconds within which a replica has confirmed a write; shorter than any worker here waits for an answer."""
+"""Seconds to wait for a replica to confirm a write; shorter than the store timeout of any worker in the tests."""
 
 _settings: Final[TypeAdapter[StoreSettings]] = TypeAdapter(StoreSettings)
 
 
 @dataclass(frozen=True)
 class StoreKind:
-    """How a kind is had."""
+    """How to start a server of a kind."""
 
     server: Callable[[], AbstractContextManager[Any]]
-    """Runs within its block."""
+    """A context manager that runs the server."""
     settings: Callable[[Any, Path], StoreTable]
-    """Of a store on that server, for whoever has the folder for himself; without `kind`."""
+    """Returns the settings of a store on that server, without `kind`; the folder is for this store alone."""
     has_tables: bool = False
-    """Made once, by the command for it."""
+    """Whether tables must be created with `migrate`."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """What a process needs to be let in; set in ours, and in those that it starts."""
+    """Environment variables with credentials, for this process and its children."""
     missing: Callable[[], str] = str
-    """Why none can be had here; empty if one can."""
+    """Returns why no server can be started here; empty if one can."""
 
 
 def plain(settings: BaseModel) -> StoreTable:
-    """What was set of it, but the kind."""
-    told: StoreTable = json.loads(json.dumps(settings.model_dump(exclude_unset=True, exclude={"kind"})))
-    return told
+    """Return the explicit settings without `kind`."""
+    table: StoreTable = json.loads(json.dumps(settings.model_dump(exclude_unset=True, exclude={"kind"})))
+    return table
 
 
 KINDS: Final[Mapping[str, StoreKind]] = {
@@ -103,26 +103,26 @@ KINDS: Final[Mapping[str, StoreKind]] = {
 
 
 def at_hand(*kinds: str) -> tuple[str, ...]:
-    """Those of `kinds` whose servers can be started here."""
+    """Return those of `kinds` whose servers can be started here."""
     return tuple(kind for kind in kinds if not KINDS[kind].missing())
 
 
 @dataclass(frozen=True)
 class Home:
-    """A server that runs; records of many may be on it, told apart by their prefixes."""
+    """A running server; services share it and are separated by key prefixes."""
 
     kind: str
     server: Any
-    """None for a kind that needs none."""
+    """`None` for a kind without a server."""
 
     def settings(self, folder: Path, **more: Any) -> StoreTable:
-        """Of a store here; `folder` is where a kind without a server puts its file."""
+        """Return the settings of a store; a kind without a server stores its file in `folder`."""
         return {"kind": self.kind, **KINDS[self.kind].settings(self.server, folder), **more}
 
 
 @contextmanager
 def open_home(kind: str) -> Iterator[Home]:
-    """A server of our own, ready for records; gone afterwards."""
+    """Start a server with all tables for the duration of the block."""
     os.environ.update(KINDS[kind].env)
     with KINDS[kind].server() as server, tempfile.TemporaryDirectory(prefix="idem-home-") as name:
         home = Home(kind, server)
@@ -134,18 +134,18 @@ def open_home(kind: str) -> Iterator[Home]:
 def _migrate(settings: StoreTable, file: Path) -> None:
     file.write_text(as_toml(settings))
     command = [sys.executable, "-m", "integr8s_idem", "store", "migrate", "--settings", str(file)]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stdout + told.stderr
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 def as_toml(settings: StoreTable) -> str:
-    """The section `[store]` of a file of settings."""
-    # A text, a number or a list of them is written in TOML as in JSON.
+    """Return the section `[store]` of a settings file."""
+    # Strings, numbers and lists of them have the same syntax in TOML and JSON.
     return "[store]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
 
 
 @asynccontextmanager
 async def open_records(settings: StoreTable, key_prefix: str) -> AsyncIterator[IdempotencyRepository]:
-    """The store that a service with these settings would have."""
+    """Open the store of a service with these settings."""
     async with open_store(_settings.validate_python(settings), key_prefix=key_prefix) as store:
         yield store

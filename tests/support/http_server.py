@@ -1,4 +1,4 @@
-"""A real HTTP server in the test's own event loop, on a free port of 127.0.0.1."""
+"""A real HTTP server in the event loop of the test, on a free port of 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.listening import accept_no_more
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the test."""
+    """A server that installs no signal handlers."""
 
     @asynccontextmanager
     async def running(self, listener: socket.socket) -> AsyncIterator[None]:
@@ -30,7 +30,7 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serving(app: Any, **options: Any) -> AsyncIterator[int]:
-    """The port of `app`; whoever connects before it listens is kept by the socket."""
+    """Serve `app` and yield its port; connections made before the server accepts wait in the socket."""
     config = uvicorn.Config(app, ws="none", log_config=None, timeout_graceful_shutdown=10, **options)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -42,7 +42,7 @@ async def serving(app: Any, **options: Any) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def client_of(app: Any, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of `app` behind a real server."""
+    """Serve `app` and yield a client for it."""
     async with (
         serving(app, **options) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,

@@ -1,4 +1,4 @@
-"""An application behind the guard for HTTP, asked without a network."""
+"""An application with the HTTP middleware, called without a network."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from integr8s_idem.testing.flaky_store import FlakyStore
 
 KEY = {"Idempotency-Key": '"8e03978e-40d5-43dd-bc93-6894a57f9324"'}
 RULES = "https://shop.example/rules"
-"""Where the application tells its rules."""
+"""Documentation of the application's idempotency rules."""
 
 Answer = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass
 class Shop:
-    """An application behind the middleware, and how often it was asked."""
+    """An application with the middleware, and the requests that reached it."""
 
     client: httpx.AsyncClient
     manager: IdempotencyManager
@@ -79,7 +79,7 @@ async def shop(
 def problem_in(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status
     assert response.headers["content-type"] == "application/problem+json"
-    told: dict[str, Any] = response.json()
-    assert told["status"] == status
+    problem: dict[str, Any] = response.json()
+    assert problem["status"] == status
     assert response.headers["link"] == f'<{RULES}>; rel="describedby"'
-    return told
+    return problem

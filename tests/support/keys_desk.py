@@ -1,4 +1,4 @@
-"""A store with one record of each kind, and the commands that an operator types about it."""
+"""A store with a record of each kind, and the `integr8s-idem keys` commands."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TTL = timedelta(hours=1)
 
 
 class Desk:
-    """`folder` holds the settings, `audit` what was changed."""
+    """Runs `keys` commands on a store; `folder` has the settings, `audit` is the audit file."""
 
     def __init__(self, folder: Path, store: str, more: str = "") -> None:
         self.folder = folder
@@ -44,15 +44,15 @@ class Desk:
         (folder / "settings.toml").write_text(f"[store]\n{store}\n[services.billing]\nmax_attempts = 3\n{more}")
 
     def typed(self, *arguments: str) -> Result:
-        """`integr8s-idem keys …`, in this process."""
+        """Run `integr8s-idem keys` in this process."""
         return CliRunner().invoke(app, ["keys", *arguments, "--settings", str(self.folder / "settings.toml")])
 
     def changing(self, *arguments: str) -> Result:
-        """The same, for commands that leave audit lines."""
+        """Run a command that writes audit lines."""
         return self.typed(*arguments, "--audit-file", str(self.audit))
 
     def json_lines(self, *arguments: str) -> list[dict[str, Any]]:
-        """The JSON lines that a command printed."""
+        """Run a command with `--json` and return its lines."""
         answer = self.typed(*arguments, "--json")
         assert answer.exit_code == 0, answer.output
         return [json.loads(line) for line in answer.stdout.splitlines()]
@@ -67,11 +67,11 @@ class Desk:
         return [json.loads(line) for line in self.audit.read_text().splitlines()] if self.audit.exists() else []
 
     def labels(self) -> list[str]:
-        """Of all records that are left."""
+        """Return the labels of all records."""
         return sorted(record["label"] for record in self.json_lines("list"))
 
     def do(self, work: Callable[[IdempotencyRepository], Awaitable[T]]) -> T:
-        """Something with the store, as a worker opens it."""
+        """Run `work` with the store, opened like a worker's."""
 
         async def done() -> T:
             settings = load_settings(self.folder / "settings.toml")
@@ -81,7 +81,7 @@ class Desk:
         return asyncio.run(done())
 
     def manage(self, work: Callable[[IdempotencyManager], Awaitable[T]]) -> T:
-        """Something with a manager of the service `billing`."""
+        """Run `work` with a manager of the service `billing`."""
 
         async def managed(store: IdempotencyRepository) -> T:
             settings = load_settings(self.folder / "settings.toml")
@@ -96,7 +96,7 @@ class Desk:
     def take(
         self, key: str | Key, *, lease: timedelta = timedelta(seconds=300), owner: str = "billing@host-7"
     ) -> Reserved:
-        """A reservation of `billing` that nobody renews."""
+        """Reserve a key for `billing`, without renewing the lease."""
 
         async def taken(manager: IdempotencyManager) -> Reserved:
             request = ReserveRequest(
@@ -115,11 +115,11 @@ class Desk:
         return self.manage(taken)
 
     def record(self, key: str) -> IdempotencyRecord | None:
-        """What the store has of a caller's key."""
+        """Return the record of a key."""
         return self.manage(lambda manager: manager.get(key))
 
     def fill(self) -> None:
-        """A completed, a failed, a held, a lapsed, and a released record."""
+        """Create a completed, a failed, a held, a lapsed and a released record."""
         done, failed = self.take(event("1"), owner="gone"), self.take(event("2"), owner="gone")
         self.take("held")
         self.take("lapsed", lease=timedelta(milliseconds=1))
@@ -134,5 +134,5 @@ class Desk:
 
 
 def event(value: str) -> Key:
-    """The key of an event of type `order_placed` for the handler `charge`."""
+    """Return the key of an event of type `order_placed` for the handler `charge`."""
     return Key.of_event("charge", "order_placed", "id", value)

@@ -1,6 +1,6 @@
-"""A service whose handlers write into the database that the store is in.
+"""A service whose handlers write to the database of the store.
 
-The broker is away: events are dispatched by hand, and what goes out is looked up in the outbox.
+There is no broker: tests dispatch the events, and look up outgoing events in the outbox.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ tables = MetaData()
 charges = Table(
     "charges", tables, Column("id", Integer, primary_key=True), Column("order_id", String(100), nullable=False)
 )
-"""One row for each time that a handler has charged: nothing but the guard keeps it from being two."""
+"""A row for each charge; only the guard prevents a second row."""
 
 
 class OrderPlaced(BaseEvent):
@@ -47,7 +47,7 @@ class OrderCharged(BaseEvent):
 
 
 class SessionProvider(Provider):
-    """A session or connection for each event, committed behind its `yield`, as users write it."""
+    """Provides a session or connection for each event and commits it after the `yield`, as applications do."""
 
     scope = Scope.REQUEST
 
@@ -56,7 +56,7 @@ class SessionProvider(Provider):
         self.engine = engine
         self.commits: Callable[[BaseException | None], bool] = lambda error: error is None
         self.asks_first = False
-        """Whether it has begun the transaction by a question of its own."""
+        """Whether the provider starts the transaction with its own query."""
 
     @provide
     async def session(self) -> AsyncGenerator[AsyncSession, BaseException | None]:
@@ -79,7 +79,7 @@ class SessionProvider(Provider):
 
 @dataclass
 class LedgerShop:
-    """The service, and what is in its database."""
+    """The service and its database."""
 
     container: AsyncContainer
     dispatcher: IdempotentEventDispatcher
@@ -87,22 +87,22 @@ class LedgerShop:
     sessions: SessionProvider
 
     async def attempt(self, event: OrderPlaced) -> Outcome[Any]:
-        """One try of the one handler."""
+        """Dispatch the event once and return the outcome of the only handler."""
         [execution] = self.dispatcher.executions(event)
         return await execution.attempt()
 
     async def charged(self) -> list[str]:
-        """The orders that were charged, each as often as it was."""
+        """Return the charged orders, repeated if charged several times."""
         async with self.store.engine.connect() as connection:
             return list(await connection.scalars(select(charges.c.order_id).order_by(charges.c.id)))
 
     async def waiting(self) -> list[str]:
-        """The ids of the events that wait to be published."""
+        """Return the ids of the events in the outbox."""
         async with self.store.engine.connect() as connection:
             return list(await connection.scalars(select(outbox.c.event_id).order_by(outbox.c.id)))
 
     async def statuses(self) -> dict[str, str]:
-        """What the records say, by event id."""
+        """Return the status of each record, by event id."""
         return {record.key.rpartition(":")[2]: record.status.value async for record in self.store.scan("")}
 
 
@@ -115,7 +115,7 @@ async def open_ledger_shop(
     isolation: str | None = None,
     settings: Settings | None = None,
 ) -> AsyncIterator[LedgerShop]:
-    """The service on the database of `url`, whose handlers ask for a `held` at the level of `isolation`."""
+    """Open the service on the database `url`; its handlers use a `held` with the isolation level `isolation`."""
     engine = sql_engine(url, lock_timeout_seconds=0.3)
     async with engine.begin() as connection:
         await connection.run_sync(metadata.drop_all)
@@ -154,5 +154,5 @@ def _store_provider(store: SqlIdempotencyRepository) -> Provider:
 
 
 async def charge(session: AsyncSession | AsyncConnection, event: OrderPlaced) -> None:
-    """The effect."""
+    """Insert a charge."""
     await session.execute(insert(charges).values(order_id=event.order_id))

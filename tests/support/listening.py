@@ -1,4 +1,4 @@
-"""How a server stops taking connections without losing one."""
+"""Stop accepting connections without losing one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final, Protocol
 
 _TURNS: Final = 10
-"""Of the loop: what was accepted is a connection, with its task, after three."""
+"""Iterations of the event loop: an accepted socket becomes a connection with a task after three."""
 
 
 class _Listening(Protocol):
@@ -15,14 +15,13 @@ class _Listening(Protocol):
 
 
 async def accept_no_more(sockets: Iterable[_Listening]) -> None:
-    """Return once each connection that was accepted is known to its server, which may be closed then.
+    """Return once every accepted connection is known to its server, which can be closed then.
 
-    A server of asyncio that is closed between accepting and making a connection leaves that open, until the garbage
-    collector finds it and warns of a socket that was never closed (seen with Python 3.11).  uvloop makes the
-    connection as it accepts it.
+    If an asyncio server is closed between accepting a socket and creating its connection, the socket stays open until
+    the garbage collector reports it as unclosed (seen with Python 3.11). uvloop creates the connection immediately.
 
     Args:
-        sockets: On which the servers of the running event loop listen; they stay open.
+        sockets: The listening sockets of servers in the running event loop; they stay open.
     """
     loop = asyncio.get_running_loop()
     for listening in sockets:

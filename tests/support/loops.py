@@ -1,4 +1,4 @@
-"""Loops over a real Kafka by aiokafka and by confluent-kafka, driven alike: what each delivery came to is told."""
+"""Consumer loops over a real Kafka with aiokafka and confluent-kafka that record the end of each delivery."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.gated import GatedWork, Run
 from tests.support.kafka import Kafka
 
 SESSION = 3.0
-"""Seconds without a heartbeat after which the group goes on without a member."""
+"""Session timeout in seconds."""
 
 COORDINATOR_MOVES = frozenset(
     {
@@ -32,12 +32,12 @@ COORDINATOR_MOVES = frozenset(
         confluent_kafka.KafkaError.COORDINATOR_NOT_AVAILABLE,
     }
 )
-"""What a broker answers until a group has found its coordinator: it asks to be asked again."""
+"""Retryable errors that a broker returns until the group has a coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """What one delivery came to."""
+    """The result of a delivery."""
 
     partition: int
     offset: int
@@ -47,7 +47,7 @@ class End:
 
 
 class Topic:
-    """A topic of its own, what is put into it, and how far a group is."""
+    """A topic, its producer and the committed offset of its group."""
 
     def __init__(self, kafka: Kafka, name: str) -> None:
         self.kafka = kafka
@@ -58,7 +58,7 @@ class Topic:
         await self.kafka.create_topics({self.name: partitions})
 
     async def put(self, *records: tuple[str | None, str], partition: int = 0) -> int:
-        """Send records, of which each is an id for the header `event_id` and a body; the last one's offset."""
+        """Send records, each an id for the header `event_id` and a body; return the last offset."""
         producer = AIOKafkaProducer(bootstrap_servers=self.kafka.bootstrap)
         await producer.start()
         try:
@@ -73,25 +73,25 @@ class Topic:
             await producer.stop()
 
     async def committed(self, partition: int = 0) -> int:
-        """The group's offset of a partition; 0 if it has none."""
+        """Return the committed offset of a partition; 0 if there is none."""
         return await asyncio.to_thread(self._committed, partition)
 
     def _committed(self, partition: int) -> int:
-        asking = confluent_kafka.Consumer({"bootstrap.servers": self.kafka.bootstrap, "group.id": self.group})
+        consumer = confluent_kafka.Consumer({"bootstrap.servers": self.kafka.bootstrap, "group.id": self.group})
         try:
-            return max(_committed_offset(asking, confluent_kafka.TopicPartition(self.name, partition)), 0)
+            return max(_committed_offset(consumer, confluent_kafka.TopicPartition(self.name, partition)), 0)
         finally:
-            asking.close()
+            consumer.close()
 
 
 def _committed_offset(
-    asking: confluent_kafka.Consumer, partition: confluent_kafka.TopicPartition, timeout: float = 30.0
+    consumer: confluent_kafka.Consumer, partition: confluent_kafka.TopicPartition, timeout: float = 30.0
 ) -> int:
-    """The committed offset, asked for again while a broker that has just started moves the group's coordinator."""
+    """Return the committed offset; retry while a broker that has just started moves the group's coordinator."""
     until = time.monotonic() + timeout
     while True:
         try:
-            [found] = asking.committed([partition], timeout=10)
+            [found] = consumer.committed([partition], timeout=10)
             return int(found.offset)
         except confluent_kafka.KafkaException as error:
             if error.args[0].code() not in COORDINATOR_MOVES or time.monotonic() > until:
@@ -100,7 +100,7 @@ def _committed_offset(
 
 
 class Loop(ABC):
-    """One process's loop over a topic."""
+    """The consumer loop of a process."""
 
     def __init__(
         self,
@@ -116,9 +116,9 @@ class Loop(ABC):
     ) -> None:
         """
         Args:
-            takes_given_up: Whether it takes records that are given up.
-            most: It is left after so many deliveries, right behind the last.
-            settings: Of the consumer, by Kafka's names with underlines.
+            takes_given_up: Whether it has a handler for records that are given up.
+            most: Leave the loop immediately after this many deliveries.
+            settings: Settings of the consumer, by Kafka's names with underscores.
         """
         self.topic = topic
         self.manager = manager
@@ -130,7 +130,7 @@ class Loop(ABC):
         self.settings = {"session_timeout_ms": int(SESSION * 1000), "heartbeat_interval_ms": 300, **(settings or {})}
         self.ends: list[End] = []
         self.revocations = 0
-        """How often partitions were taken from it."""
+        """How often partitions were revoked."""
         self._given_up: list[Exception] = []
 
     @abstractmethod
@@ -138,28 +138,28 @@ class Loop(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Leave the loop, which commits, and the group.  Raises what the loop has raised."""
+        """Leave the loop, which commits, and the group. Raise the error of the loop, if any."""
 
     @abstractmethod
     async def die(self) -> None:
-        """Leave in the midst of everything: cancelled, or interrupted."""
+        """Leave the loop by cancellation or interruption, without waiting for its work."""
 
     @property
     @abstractmethod
     def over(self) -> bool:
-        """Whether the loop has been left."""
+        """Whether the loop has ended."""
 
     @property
     @abstractmethod
     def assigned(self) -> set[int]:
-        """Partitions that it has."""
+        """The assigned partitions."""
 
     async def ended(self, count: int) -> Sequence[End]:
-        """Return once there are so many ends."""
+        """Return once `count` deliveries have ended, or the loop has."""
         await eventually(lambda: len(self.ends) >= count or self.over, state=lambda: self.ends)
         return self.ends
 
-    def _tell(self, record: Any, value: Any = None, error: BaseException | None = None) -> None:
+    def _record_end(self, record: Any, value: Any = None, error: BaseException | None = None) -> None:
         given_up = self._given_up.pop() if self._given_up else None
         self.ends.append(End(record.partition, record.offset, value, error, given_up))
 
@@ -196,14 +196,14 @@ class AiokafkaLoop(Loop):
             async for delivery in deliveries:
                 try:
                     await self._handle(delivery)
-                except Exception as error:  # noqa: BLE001  # a loop that goes on
-                    self._tell(delivery.record, error=error)
+                except Exception as error:  # noqa: BLE001  # the loop continues after errors
+                    self._record_end(delivery.record, error=error)
                 if self._is_last():
                     break
 
     async def _handle(self, delivery: aiokafka.Delivery) -> None:
-        """May be replaced by a test."""
-        self._tell(delivery.record, await delivery.run(self._call))
+        """Handle a delivery; tests may replace this."""
+        self._record_end(delivery.record, await delivery.run(self._call))
 
     async def _call(self, record: Any) -> Any:
         return await self.work(self._run(record.value))
@@ -276,8 +276,8 @@ class ConfluentLoop(Loop):
             ):
                 try:
                     self._handle(delivery)
-                except Exception as error:  # noqa: BLE001  # a loop that goes on
-                    self._tell(delivery.record, error=error)
+                except Exception as error:  # noqa: BLE001  # the loop continues after errors
+                    self._record_end(delivery.record, error=error)
                 if self._is_last():
                     break
         except KeyboardInterrupt:
@@ -286,8 +286,8 @@ class ConfluentLoop(Loop):
             self._consumer.close()
 
     def _handle(self, delivery: confluent.Delivery) -> None:
-        """May be replaced by a test."""
-        self._tell(delivery.record, delivery.run(self._call))
+        """Handle a delivery; tests may replace this."""
+        self._record_end(delivery.record, delivery.run(self._call))
 
     def _call(self, message: Any) -> Any:
         return self.work.here(self._run(message.value()))
@@ -309,4 +309,4 @@ class ConfluentLoop(Loop):
 
     @property
     def assigned(self) -> set[int]:
-        return self._assigned  # the consumer itself is not to be asked by another thread: it may wait for ours
+        return self._assigned  # the consumer must not be called from this thread: it may be waiting for it

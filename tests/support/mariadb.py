@@ -1,12 +1,12 @@
-"""A real MariaDB for a test: on a Unix socket, in a folder of its own, stopped by its process id.
+"""A real MariaDB for a test, on a Unix socket in a temporary folder.
 
-The programs are those of the folder that `INTEGR8S_IDEM_TEST_MARIADB` names, or what `make mariadb` fetched, or those
-on the PATH.
+The programs are taken from the folder `INTEGR8S_IDEM_TEST_MARIADB`, from the download of `make mariadb`, or from the
+PATH.
 
     with MariadbServer() as server:
         engine = sql_engine(server.url)
 
-Starting takes about two seconds.  Nothing survives a stop.
+Starting takes about two seconds. `stop` deletes the data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Final, Self
 
 FETCHED: Final = Path(__file__).parents[2] / ".cache" / "mariadb"
-"""Where `make mariadb` puts it."""
+"""The folder that `make mariadb` downloads to."""
 
 _FOLDER_VARIABLE: Final = "INTEGR8S_IDEM_TEST_MARIADB"
 _START_SECONDS: Final = 60.0
@@ -34,25 +34,25 @@ _USER: Final = "idem"
 _SETTINGS: Final = {
     "skip-networking": "ON",
     "skip-name-resolve": "ON",
-    "character-set-server": "latin1",  # not what texts of ours look like: what we keep must not depend on it
-    "default-time-zone": "+05:30",  # nor our times on that of the server
+    "character-set-server": "latin1",  # not UTF-8, since records must not depend on the default of the server
+    "default-time-zone": "+05:30",  # nor must times depend on the server's time zone
     "innodb-buffer-pool-size": "48M",
     "innodb-log-file-size": "16M",
     "performance-schema": "OFF",
     "max-connections": "60",
-    "ssl": "OFF",  # a server of 11.4 without a certificate makes one at each start, for five seconds
+    "ssl": "OFF",  # MariaDB 11.4 would spend five seconds on a certificate at each start
 }
 _KEEPS_COMMITS: Final = {"innodb-flush-log-at-trx-commit": "1", "innodb-flush-method": "fsync"}
 _FORGETS_COMMITS: Final = {"innodb-flush-log-at-trx-commit": "0", "innodb-flush-method": "nosync"}
 
 
 def missing_programs() -> str:
-    """Why no MariaDB can be started here; empty if one can."""
+    """Return why no MariaDB can be started here; empty if one can."""
     if all(_program(name) for name in ("mariadbd", "mariadb-install-db")):
         return ""
     if (sys.platform, platform.machine()) == ("linux", "x86_64"):
         return "no MariaDB: run `make mariadb`, which needs Maven"
-    return "no MariaDB: Maven has one for Linux on x86-64 only; put mariadbd (in /usr/sbin on Debian) on the PATH"
+    return "no MariaDB: `make mariadb` supports Linux on x86-64 only; put mariadbd (in /usr/sbin on Debian) on the PATH"
 
 
 def _program(name: str) -> Path | None:
@@ -64,40 +64,45 @@ def _folders() -> list[Path | str]:
     named = os.environ.get(_FOLDER_VARIABLE)
     if named:
         return [Path(named) / "bin", Path(named) / "sbin", Path(named) / "scripts"]
-    # The marker comes last: without it, what is there may be half of it.
+    # The marker is written last: without it the download may be incomplete.
     fetched = [FETCHED / "bin", FETCHED / "scripts"] if (FETCHED / ".set-up").exists() else []
     return [*fetched, os.environ.get("PATH", "")]
 
 
 def _base(program: Path) -> list[str]:
-    """Where a program finds its messages and tables; one that was installed by a package knows."""
+    """Return the options that tell a program where its files are; installed packages need none."""
     return [f"--basedir={FETCHED}"] if program.is_relative_to(FETCHED) else []
 
 
 class MariadbServer:
-    """One server process with one database, `test`.  All methods block."""
+    """A server process with a database `test`. All methods block."""
 
     def __init__(self, *, keeps_commits: bool = False, settings: Mapping[str, str] | None = None) -> None:
-        """`keeps_commits`: what was committed survives the machine's end, too; slower.  `settings`: more of them."""
+        """Prepare a server.
+
+        Args:
+            keeps_commits: Whether commits survive a crash of the machine; slower.
+            settings: Additional settings.
+        """
         kept = _KEEPS_COMMITS if keeps_commits else _FORGETS_COMMITS
         self._settings = {**_SETTINGS, **kept, **(settings or {})}
         self.folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
-        self._told = 0
+        self._log_seen = 0
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "the server does not run"
+        assert self._process is not None, "the server is not running"
         return self._process.pid
 
     @property
     def url(self) -> str:
-        """For `sql_engine`."""
+        """URL for `sql_engine`."""
         return f"mysql+aiomysql://{_USER}@localhost/test?unix_socket={self._socket}"
 
     def start(self) -> None:
-        """Make a database, start the server, and wait until it answers."""
-        assert self._process is None, "the server runs already"
+        """Create a database, start the server, and wait until it answers."""
+        assert self._process is None, "the server is already running"
         self.folder = Path(tempfile.mkdtemp(prefix="idem-mariadb-"))
         try:
             self._make()
@@ -107,7 +112,7 @@ class MariadbServer:
             raise
 
     def stop(self) -> None:
-        """End it, with the connections it has, and forget its data.  Does nothing if it never ran."""
+        """Stop the server and delete its data. Does nothing if it was not started."""
         process, self._process = self._process, None
         if process is not None:
             process.send_signal(signal.SIGTERM)
@@ -121,26 +126,26 @@ class MariadbServer:
             self.folder = Path()
 
     def crash(self) -> None:
-        """End it at once and keep its data; `start_again` brings it back."""
+        """Kill the server and keep its data for `start_again`."""
         process, self._process = self._process, None
-        assert process is not None, "the server does not run"
+        assert process is not None, "the server is not running"
         process.kill()
         process.wait(_STOP_SECONDS)
 
     def start_again(self) -> None:
-        """Start it on the data that it had."""
+        """Start the server with its previous data."""
         program = _program("mariadbd")
         assert program is not None, missing_programs()
         settings = [f"--{name}={value}" for name, value in self._settings.items()]
         first = (self.folder / "first.sql").absolute()
-        self._told = len(self.log())
+        self._log_seen = len(self.log())
         places = [f"--datadir={self._data}", f"--socket={self._socket}", f"--pid-file={self.folder / 'pid'}"]
         options = ["--no-defaults", *_base(program), *self._as_user(), *places, f"--init-file={first}"]
         self._process = self._run(str(program), *options, *settings)
         self._await_ready()
 
     def log(self) -> str:
-        """What the server wrote."""
+        """Return the log of the server."""
         return (self.folder / "server.log").read_text(errors="replace")
 
     def __enter__(self) -> Self:
@@ -186,10 +191,10 @@ class MariadbServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
-                # A server that starts deletes what it finds in a common folder for temporary tables: one that another
-                # bootstraps crashes then.
+                # A starting server empties its folder for temporary tables; if servers shared it, one that is being
+                # bootstrapped would crash.
                 env=os.environ | {"TMPDIR": str(self.folder)},
-                # Of its own: Ctrl-C at the tests must not end the server before its clients.
+                # A process group of its own: Ctrl-C in the tests must not end the server before its clients.
                 start_new_session=True,
             )
 
@@ -197,7 +202,7 @@ class MariadbServer:
         assert self._process is not None
         until = time.monotonic() + _START_SECONDS
         while time.monotonic() < until and self._process.poll() is None:
-            if "ready for connections" in self.log()[self._told :]:
+            if "ready for connections" in self.log()[self._log_seen :]:
                 return
             time.sleep(0.02)
         raise RuntimeError(f"mariadbd did not start:\n{self.log()}")

@@ -1,4 +1,4 @@
-"""A real PostgreSQL for a test: that of `EmbeddedPostgres`, which can crash.
+"""A real PostgreSQL for a test: an `EmbeddedPostgres` that can crash.
 
 with PostgresServer() as server:
     database = Database(server.url)
@@ -15,26 +15,31 @@ from integr8s_idem.embedded.postgres_server import EmbeddedPostgres
 
 
 class PostgresServer(EmbeddedPostgres):
-    """One server process with one database, `postgres`.  All methods block."""
+    """A server process with a database `postgres`. All methods block."""
 
     def __init__(self, *, keeps_commits: bool = False, connections: int = 60) -> None:
-        """`keeps_commits`: what was committed survives `crash`; a little slower.  `connections`: at most."""
+        """Prepare a server.
+
+        Args:
+            keeps_commits: Whether commits survive `crash`; a little slower.
+            connections: Maximum number of connections.
+        """
         super().__init__()
         commits = "on" if keeps_commits else "off"
         self.settings = {**self.settings, "synchronous_commit": commits, "max_connections": str(connections)}
 
     def crash(self) -> None:
-        """End it at once, as a crash does, and keep its data; `start_again` brings it back."""
+        """Stop the server like a crash and keep its data for `start_again`."""
         server = self._running()
-        server.signal(signal.SIGQUIT)  # PostgreSQL's immediate shutdown: recovery at the next start
+        server.signal(signal.SIGQUIT)  # PostgreSQL's immediate shutdown, which recovers at the next start
         until = time.monotonic() + 10
         while server.running:
-            assert time.monotonic() < until, "it does not end"
+            assert time.monotonic() < until, "the server does not stop"
             time.sleep(0.01)
         server.kill()
 
     def start_again(self) -> None:
-        """Start it on the data that it had."""
+        """Start the server with its previous data."""
         self._serve()
 
     def __enter__(self) -> Self:

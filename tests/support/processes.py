@@ -1,4 +1,4 @@
-"""A service as a process of its own, to be killed, stalled and asked to end."""
+"""A service in a separate process that tests can kill, pause and stop."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from types import TracebackType
 
 
 class ServiceProcess:
-    """`python -m integr8s_idem run ...` in a process group of its own; what it says goes to `log`.
+    """`python -m integr8s_idem run ...` in its own process group, with its output in `log`.
 
     Args:
-        arguments: What follows `run`: the application, `--service`, `--settings` and so on.
-        log: File for its output; appended to, so that several lives may share it.
-        env: Environment variables over our own.
-        folder: Where it runs; our own working folder if not given.
+        arguments: Arguments of `run`: the application, `--service`, `--settings` and so on.
+        log: File that its output is appended to, so that restarts can share it.
+        env: Additional environment variables.
+        folder: Working folder; that of this process by default.
     """
 
     def __init__(
@@ -58,49 +58,49 @@ class ServiceProcess:
 
     @property
     def output(self) -> str:
-        """What this life has said so far."""
+        """Return the output of this process so far."""
         return self.log.read_bytes()[self._said_before :].decode(errors="replace")
 
     def wait_for_line(self, text: str, timeout: float = 30) -> str:
-        """The first line that holds `text`, once it has been said.
+        """Return the first line with `text`, once it is written.
 
         Raises:
-            AssertionError: It ended, or `timeout` seconds passed; the message has what it said instead.
+            AssertionError: The process ended, or `timeout` seconds passed; the message has the output.
         """
         deadline = time.monotonic() + timeout
         while True:
-            ended = not self.running  # asked before reading, or its last line could be missed
+            ended = not self.running  # checked before reading, so that the last line is not missed
             line = self._line_with(text)
             if line is not None:
                 return line
-            assert not ended, f"it ended ({self._process.returncode}) without {text!r}:\n{self.output}"
+            assert not ended, f"the process ended ({self._process.returncode}) without {text!r}:\n{self.output}"
             assert time.monotonic() < deadline, f"no {text!r} in {timeout:g} s:\n{self.output}"
             time.sleep(0.02)
 
     def wait(self, timeout: float = 30) -> int:
-        """Its exit status, once it has ended; minus the signal's number if one ended it."""
+        """Wait for the end and return the exit status; the negative signal number after a signal."""
         return self._process.wait(timeout)
 
     def kill(self) -> None:
-        """SIGKILL to it and everything it started; waits until it is gone."""
+        """Send SIGKILL to the process and its children, and wait for its end."""
         atexit.unregister(self.kill)
         if self.running:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
     def terminate(self) -> None:
-        """SIGTERM: drain and end."""
+        """Send SIGTERM: drain and exit."""
         self._process.send_signal(signal.SIGTERM)
 
     def stop_signal(self) -> None:
-        """SIGSTOP: stall, sockets open, as a long pause would."""
+        """Send SIGSTOP: pause with open sockets."""
         self._process.send_signal(signal.SIGSTOP)
 
     def continue_signal(self) -> None:
-        """SIGCONT: go on after `stop_signal`."""
+        """Send SIGCONT: continue after `stop_signal`."""
         self._process.send_signal(signal.SIGCONT)
 
     def _line_with(self, text: str) -> str | None:
-        # A line still being written has no end yet: it is read next time.
+        # An incomplete line is read next time.
         whole = self.output.rpartition("\n")[0]
         return next((line for line in whole.split("\n") if text in line), None)

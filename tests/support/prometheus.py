@@ -1,4 +1,4 @@
-"""A real Prometheus for a test: Debian's, in a folder of its own, on a free port, stopped by its process id.
+"""A real Prometheus (Debian's) for a test, in a temporary folder and on a free port.
 
 All methods block.
 """
@@ -20,27 +20,27 @@ import yaml
 from tests.support.kafka.broker import free_ports
 
 SCRAPE: Final = "500ms"
-"""How often targets are scraped and rules are evaluated: a test waits for several of each."""
+"""Interval of scrapes and rule evaluations; tests wait for several."""
 _START_SECONDS: Final = 30
 
 
 def missing_program(name: str) -> str:
-    """Why `name`, of Debian's package, cannot be run here; empty if it can."""
+    """Return why the program `name` cannot be run here; empty if it can."""
     return "" if shutil.which(name) else f"no {name}: apt-get install prometheus"
 
 
 def check_rules(rules: Path) -> None:
-    """Raises `AssertionError` with what promtool finds wrong with a file of rules."""
+    """Check a rule file with promtool; raise `AssertionError` with its output if it is invalid."""
     _promtool("check", "rules", str(rules))
 
 
 def run_rule_tests(tests: Path) -> None:
-    """Raises `AssertionError` with the tests of rules that fail."""
+    """Run rule tests with promtool; raise `AssertionError` with its output if tests fail."""
     _promtool("test", "rules", str(tests))
 
 
 def check_config(config: Path) -> None:
-    """Raises `AssertionError` with what promtool finds wrong with a configuration."""
+    """Check a configuration with promtool; raise `AssertionError` with its output if it is invalid."""
     _promtool("check", "config", str(config))
 
 
@@ -50,12 +50,12 @@ def _promtool(*arguments: str) -> None:
 
 
 class Prometheus:
-    """One server, which scrapes `targets` as the job integr8s-idem.
+    """A server that scrapes `targets` as the job integr8s-idem.
 
     Args:
-        targets: host:port of each.
-        rules: Files of rules that it evaluates.
-        labels: What every series of theirs gets besides.
+        targets: `host:port` of each target.
+        rules: Rule files that it evaluates.
+        labels: Additional labels of all series.
     """
 
     def __init__(self, targets: Sequence[str], rules: Sequence[Path], labels: Mapping[str, str] | None = None) -> None:
@@ -102,7 +102,7 @@ class Prometheus:
         self.stop()
 
     def stop(self) -> None:
-        """Kill it and forget its data."""
+        """Kill the server and delete its data."""
         self._client.close()
         self._process.kill()
         self._process.wait()
@@ -111,24 +111,24 @@ class Prometheus:
 
     @property
     def log(self) -> str:
-        """What it has said."""
+        """Return the log of the server."""
         return (self._folder / "log").read_text(encoding="utf-8", errors="replace")
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series that answer, each with the value of now.
+        """Return the series of an expression with their current values.
 
         Raises:
-            AssertionError: Prometheus refuses the expression; with what it says.
+            AssertionError: Prometheus rejects the expression; the message has its answer.
         """
         return self._series("query", query=expression)
 
     def query_range(self, expression: str, *, seconds: int, step: int) -> list[dict[str, Any]]:
-        """The series that answer, each with its values of the last `seconds`.  Raises as `query`."""
+        """Return the series of an expression with their values of the last `seconds`. Raises like `query`."""
         now = time.time()
         return self._series("query_range", query=expression, start=now - seconds, end=now, step=step)
 
     def ask(self, what: str) -> Any:
-        """Another page of its API: targets, rules, alerts."""
+        """Return another part of its API: targets, rules, alerts."""
         return self._client.get(f"/api/v1/{what}").raise_for_status().json()["data"]
 
     def _series(self, page: str, **parameters: Any) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ class Prometheus:
                 if self._client.get("/-/ready").status_code == httpx.codes.OK:
                     return
             except httpx.TransportError:
-                pass  # it does not listen yet
+                pass  # the server does not listen yet
             assert self._process.poll() is None, self.log
             assert time.monotonic() < deadline, self.log
             time.sleep(0.05)

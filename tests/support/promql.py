@@ -1,4 +1,4 @@
-"""What an expression of PromQL names, as far as dashboards and alerts need it."""
+"""Parse PromQL expressions, as far as the tests of dashboards and alerts need it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEGEND: Final = re.compile(r"\{\{\s*(\w+)\s*\}\}|\$labels\.(\w+)")
 
 @dataclass(frozen=True)
 class Named:
-    """The series of metrics, those that rules record, and the labels by which an expression chooses or groups."""
+    """The metrics, recorded series and labels that an expression uses."""
 
     metrics: frozenset[str]
     recorded: frozenset[str]
@@ -25,7 +25,7 @@ class Named:
 
 
 def named(expression: str) -> Named:
-    """What `expression` names."""
+    """Return the names in an expression."""
     plain = _TEXT.sub('""', expression)
     recorded = frozenset(_RECORDED.findall(plain))
     labels = [label for group in _MATCHERS.findall(plain) for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", group)]
@@ -35,7 +35,7 @@ def named(expression: str) -> Named:
 
 
 def labels_shown(text: str) -> frozenset[str]:
-    """The labels that a legend, or a sentence of an alert, shows."""
+    """Return the labels in a legend or in the text of an alert."""
     return frozenset(label for pair in _LEGEND.findall(text) for label in pair if label)
 
 

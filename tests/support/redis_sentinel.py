@@ -1,11 +1,11 @@
-"""A Redis primary with replicas, watched by Sentinels: what fails over by itself.
+"""A Redis primary with replicas, monitored by Sentinels that fail over.
 
     with RedisGroup() as group:
         client = group.client()
         group.primary().kill()
         group.await_failover(...)
 
-All methods block, as those of `RedisServer` do.
+All methods block, like those of `RedisServer`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LONGEST_FAILOVER: Final = 60.0
 
 
 class SentinelServer(RedisServer):
-    """One Sentinel.  It needs a file that it can write what it learns into."""
+    """A Sentinel; it needs a configuration file that it can rewrite."""
 
     def __init__(self, primary_port: int, quorum: int, *more: str, binary: Path | None = None) -> None:
         super().__init__(binary=binary, tcp=True)
@@ -56,7 +56,7 @@ class SentinelServer(RedisServer):
 
 
 class RedisGroup:
-    """A primary, two replicas and three Sentinels, each a process."""
+    """A primary, two replicas and three Sentinels, each in a process."""
 
     def __init__(self) -> None:
         self.servers: list[RedisServer] = []
@@ -80,7 +80,7 @@ class RedisGroup:
         for _ in range(3):
             sentinel = SentinelServer(self.servers[0].port, quorum=2)
             self.sentinels.append(self._stack.enter_context(sentinel))
-        _until(lambda: all(_knows_all(sentinel) for sentinel in self.sentinels), "the Sentinels do not know all")
+        _until(lambda: all(_knows_all(sentinel) for sentinel in self.sentinels), "the Sentinels are not ready")
 
     def stop(self) -> None:
         self._stack.close()
@@ -95,13 +95,13 @@ class RedisGroup:
         self.stop()
 
     def primary(self) -> RedisServer:
-        """Whom the Sentinels take for the primary."""
+        """Return the primary according to the Sentinels."""
         _, port = self.sentinels[0].admin("SENTINEL", "get-master-addr-by-name", NAME)
         (server,) = [server for server in self.servers if server.port == int(port)]
         return server
 
     def await_failover(self, old: RedisServer) -> RedisServer:
-        """Return the new primary once all Sentinels name it and it takes writes."""
+        """Return the new primary once all Sentinels agree on it and it accepts writes."""
 
         def done() -> bool:
             named = {str(s.admin("SENTINEL", "get-master-addr-by-name", NAME)) for s in self.sentinels}
@@ -111,7 +111,7 @@ class RedisGroup:
         return self.primary()
 
     def rejoin(self, old: RedisServer) -> None:
-        """Let the former primary follow the new one, and wait until all replicas are in step."""
+        """Make the former primary a replica of the new one, and wait until all replicas are in sync."""
         new = self.primary()
         old.config["replicaof"] = ["127.0.0.1", str(new.port)]
         new.config.pop("replicaof", None)
@@ -122,10 +122,10 @@ class RedisGroup:
             old.kill()
             old.start()
         self.await_replicas()
-        _until(lambda: all(_knows_all(sentinel) for sentinel in self.sentinels), "the Sentinels do not know all")
+        _until(lambda: all(_knows_all(sentinel) for sentinel in self.sentinels), "the Sentinels are not ready")
 
     def await_replicas(self) -> None:
-        """Return once the primary has two replicas in step."""
+        """Return once the primary has two replicas in sync."""
 
         def done() -> bool:
             primary = self.primary() if self.sentinels else self.servers[0]
@@ -134,36 +134,36 @@ class RedisGroup:
         _until(done, "replicas are missing")
 
     def settings(self, **more: Any) -> RedisSentinelStoreSettings:
-        """Of a store that asks any of the Sentinels."""
+        """Return settings of a store with all Sentinels."""
         addresses = [f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels]
         kind = {"kind": "redis-sentinel", "sentinels": addresses, "master_name": NAME}
         return RedisSentinelStoreSettings.model_validate({**kind, **more})
 
     def client(self) -> Redis:
-        """A client as a service has it.  Close it with `aclose()`."""
+        """Create a client like that of a service. Close it with `aclose()`."""
         return redis_sentinel_client(self.settings(timeout_seconds=0.5))
 
 
 def _knows_all(sentinel: SentinelServer) -> bool:
     try:
-        told = _told(sentinel)
+        master = _master(sentinel)
     except RedisError:
         return False
     return (
-        int(told["num-slaves"]) >= 2
-        and int(told["num-other-sentinels"]) == 2
-        and told["flags"] == "master"
-        and _replicas_are_well(sentinel)
+        int(master["num-slaves"]) >= 2
+        and int(master["num-other-sentinels"]) == 2
+        and master["flags"] == "master"
+        and _replicas_are_healthy(sentinel)
     )
 
 
-def _replicas_are_well(sentinel: SentinelServer) -> bool:
+def _replicas_are_healthy(sentinel: SentinelServer) -> bool:
     with BlockingRedis.from_url(sentinel.url, decode_responses=True) as client:
         replicas: list[dict[str, Any]] = client.sentinel_slaves(NAME)
     return sum(not replica["is_disconnected"] and not replica["is_sdown"] for replica in replicas) >= 2
 
 
-def _told(sentinel: SentinelServer) -> dict[str, str]:
+def _master(sentinel: SentinelServer) -> dict[str, str]:
     answer = sentinel.admin("SENTINEL", "MASTER", NAME)
     return dict(answer) if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
 

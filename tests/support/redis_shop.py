@@ -1,7 +1,6 @@
-"""A worker on a broker in memory, with its records in a real Redis: for faults of the store.
+"""A worker with a broker in memory and a real Redis, for faults of the store.
 
-The broker is in memory since it is not what misbehaves here: worker, dispatcher, manager, store and driver
-are the real ones, and so is the server.  `tests.support.workers` has both servers real.
+Worker, dispatcher, manager, store, driver and Redis are real. In `tests.support.workers` the broker is real, too.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ QUICK: Final[dict[str, Any]] = {
     "drain_timeout_seconds": 5,
     "ordering": "none",
 }
-"""A service that does not keep a test waiting."""
+"""Settings with short intervals, so that tests do not have to wait."""
 
-Behaviour = Callable[[OrderPlaced, Attempt], Awaitable[Any]]
+Behavior = Callable[[OrderPlaced, Attempt], Awaitable[Any]]
 
 
 @dataclass
 class RedisShop:
-    """One worker, what it consumes, and what came of it."""
+    """A worker, the events that it consumes, and their effects."""
 
     broker: FakeBroker
     effects: Effects
@@ -72,24 +71,24 @@ class RedisShop:
         return self.worker.worker.health().reason
 
     def publish(self, *events: OrderPlaced) -> None:
-        """Deliver events, again if they were delivered before."""
+        """Deliver events, also repeatedly."""
         self.published += events
         self.broker.publish(*events)
 
     def order(self, count: int) -> list[OrderPlaced]:
-        """Deliver new orders, numbered on."""
+        """Deliver new orders with consecutive numbers."""
         known = len({event.order_id for event in self.published})
         new = orders(known + count)[known:]
         self.publish(*new)
         return new
 
     async def paused(self) -> str:
-        """Return once the gate is closed: with the reason for it."""
+        """Return the reason once the gate is closed."""
         await eventually(lambda: self.state == "paused", state=self.worker.worker.report)
         return self.reason
 
     async def settled(self) -> None:
-        """Return once everything is acknowledged."""
+        """Return once all deliveries are acknowledged."""
         await eventually(lambda: self.acknowledged == len(self.broker.logs[TOPIC]), state=self.snapshot)
 
     @property
@@ -100,17 +99,17 @@ class RedisShop:
         return self.worker.worker.report(), self.observer.counts, self.worker.task
 
     def attempts(self, order_id: str = "0") -> list[int]:
-        """The attempts whose effect happened."""
+        """Return the attempts with an effect."""
         return [line.attempt for line in self.effects.lines() if line.what == "effect" and line.work == order_id]
 
     def judge(self, *, records_lost: bool = False) -> Figures:
-        """As `Effects.judge`; orders in the dead-letter topic have been given up."""
-        letters = {self._order_of(record.value) for record in self.broker.values(DEAD)}
-        asked_for = {event.order_id for event in self.published}
-        return self.effects.judge(asked_for, given_up=letters, records_lost=records_lost)
+        """Call `Effects.judge` with the orders in the dead-letter topic as given up."""
+        given_up = {self._order_of(record.value) for record in self.broker.values(DEAD)}
+        published = {event.order_id for event in self.published}
+        return self.effects.judge(published, given_up=given_up, records_lost=records_lost)
 
     def untouched(self) -> None:
-        """What an outage leaves: no attempt counted, no dead letter, each order handled by its first run alone."""
+        """Assert that an outage left no traces: no counted attempt, no dead letter, one run per order."""
         assert self.broker.values(DEAD) == []
         assert (self.tally.retries, self.observer.counts[Signal.TAKEOVER]) == (0, 0)
         assert {line.attempt for line in self.effects.lines()} <= {1}
@@ -128,22 +127,22 @@ async def open_redis_shop(
     *,
     lease: float = 10.0,
     timeout: float = 0.5,
-    behave: Behaviour | None = None,
+    behave: Behavior | None = None,
     broker: FakeBroker | None = None,
     store: dict[str, Any] | None = None,
     service: dict[str, Any] | None = None,
     **config: Any,
 ) -> AsyncIterator[RedisShop]:
-    """A running worker.
+    """Run a worker.
 
     Args:
-        address: Of Redis or of a proxy before it; or the whole store.
+        address: Address of Redis or of a proxy; or the store itself.
         lease: Seconds.
-        timeout: Longest wait for one call of the store, in seconds.
-        behave: What its handler does before its effect; nothing if not given.
-        store: More of `[store]`.
-        service: More of the service's settings.
-        config: More of `[idempotency]`.
+        timeout: Timeout of store calls in seconds.
+        behave: Called by the handler before its effect; nothing by default.
+        store: Additional settings in `[store]`.
+        service: Additional settings of the service.
+        config: Additional settings in `[idempotency]`.
     """
     effects.prepare()
     broker = broker or FakeBroker()
@@ -168,18 +167,18 @@ async def open_redis_shop(
 
 
 def make_client(address: Address, timeout: float, **settings: Any) -> Redis:
-    """A client as a service has it."""
+    """Create a client like that of a service."""
     return redis_client(
         RedisStoreSettings.model_validate({"url": url_of(address), "timeout_seconds": timeout, **settings})
     )
 
 
-def _dispatcher(manager: IdempotencyManager, effects: Effects, behave: Behaviour | None) -> IdempotentEventDispatcher:
+def _dispatcher(manager: IdempotencyManager, effects: Effects, behave: Behavior | None) -> IdempotentEventDispatcher:
     router = EventRouter()
 
     @router.on(OrderPlaced)
     async def charge(event: OrderPlaced) -> None:
-        """`invoke` stands in for it, since that is told the attempt without a container."""
+        """Replaced by `invoke`, which gets the attempt without a container."""
 
     async def invoke(_: RegisteredHandler, call: HandlerCall) -> str:
         event = call.event
@@ -195,12 +194,12 @@ def _dispatcher(manager: IdempotencyManager, effects: Effects, behave: Behaviour
 
 
 async def crash(shop: RedisShop) -> None:
-    """Its process is gone, as far as broker and store can tell: put the proxy's `HalfOpen` before it."""
+    """Simulate the crash of the worker for broker and store; add a `HalfOpen` fault to the proxy first."""
     await asyncio.wait_for(shop.worker.crash(), 10)
 
 
 class Held:
-    """Handlers that wait until they may go on."""
+    """A behavior that makes handlers wait until they are released."""
 
     def __init__(self) -> None:
         self.began: list[str] = []

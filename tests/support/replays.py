@@ -1,4 +1,4 @@
-"""Settings of services that sign their replays, and of those that trust every producer."""
+"""Settings of services that sign their replays, and of services that trust every producer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OTHER_SECRET: Final = "fedcba9876543210" * 4
 
 
 def signed_by(*secrets: str) -> Settings:
-    """Settings with these secrets."""
+    """Return settings with these secrets."""
     return Settings(replay=ReplaySettings(secret=tuple(map(SecretStr, secrets))))
 
 

@@ -1,7 +1,6 @@
-"""A small application for processes of their own: `python -m integr8s_idem run tests.support.shop:platform`.
+"""A small application for worker processes: `python -m integr8s_idem run tests.support.shop:platform`.
 
-Its handler leaves a line in the file that SHOP_JOURNAL names when it begins and when it ends, so that what
-really happened is counted from the outside.
+Its handler appends a line to the file SHOP_JOURNAL when it starts and when it ends, so that tests can count its runs.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class OrderPlaced(BaseEvent):
     event_type: Literal["order_placed"] = "order_placed"
     order_id: str
     seconds: float = 0.0
-    """How long its handler takes; less than 0: for ever, whoever cancels it."""
+    """Duration of the handler; if negative, it never ends and ignores cancellation."""
     thread_seconds: float = 0.0
-    """How long it takes in a thread, which nobody can cancel."""
+    """Duration in a thread, which cannot be canceled."""
 
 
 class OrderPaid(BaseEvent):
@@ -42,7 +41,7 @@ router = EventRouter()
 @router.on(OrderPlaced)
 async def charge(event: OrderPlaced, attempt: FromDishka[Attempt], outgoing: FromDishka[Outgoing]) -> str:
     note("begin", event.order_id, attempt.number)
-    while event.seconds < 0:  # a handler as it should not be: no cancellation ends it
+    while event.seconds < 0:  # a misbehaving handler that ignores cancellation
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(0.1)
     if event.thread_seconds:
@@ -54,7 +53,7 @@ async def charge(event: OrderPlaced, attempt: FromDishka[Attempt], outgoing: Fro
 
 
 def note(what: str, order_id: str, attempt: int) -> None:
-    """One line, in one write: lines of several processes do not mix."""
+    """Append a line with a single write, so that lines of several processes do not mix."""
     journal = os.open(os.environ["SHOP_JOURNAL"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(journal, f"{what} {order_id} {attempt} {os.getpid()}\n".encode())
     os.close(journal)
@@ -71,6 +70,6 @@ platform = Platform(Service("billing", providers=billing_providers))
 
 
 def journal_of(path: Path) -> list[tuple[str, str, int, int]]:
-    """What is written there: what, order id, attempt, process id."""
+    """Return the lines of the journal: kind, order id, attempt and process id."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [(what, order, int(attempt), int(pid)) for what, order, attempt, pid in map(str.split, lines)]

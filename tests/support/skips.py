@@ -1,4 +1,4 @@
-"""What may be skipped where a program is missing, and what to do about it: the one list, also where CI=true."""
+"""The reasons for which tests may be skipped, also with CI=true, and the commands that enable the tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Final
 
 @dataclass(frozen=True)
 class Skip:
-    """Tests that may be skipped, and the one command that enables them; empty if nothing does."""
+    """Tests that may be skipped, and the command that enables them; empty if none does."""
 
     reason: str
-    """A part of the reason that the tests give."""
+    """A part of the reason in the tests."""
     command: str = ""
 
 
@@ -27,15 +27,15 @@ EXPECTED: Final = (
     Skip("root alone can become another user", "run the tests as root"),
     Skip("this store cannot hold an unreadable record"),  # its records are objects, not bytes
 )
-"""Any other skip is a failure where CI=true."""
+"""With CI=true, any other skip is a failure."""
 
-_ELSEWHERE: Final = (
+_UNEXPECTED: Final = (
     Skip("no MariaDB: run", "make mariadb"),
     Skip("no jars of Apache Kafka", "make kafka"),
     Skip("no jars of DynamoDB Local", "make dynamodb"),
     Skip("no Java", "apt-get install default-jdk-headless maven"),
 )
-"""Known, and not expected: README asks for the programs."""
+"""Other skips with a known command: the README requires these programs."""
 
 
 def is_expected(reason: str) -> bool:
@@ -43,18 +43,18 @@ def is_expected(reason: str) -> bool:
 
 
 def is_strict() -> bool:
-    """Whether a skip that is not expected is a failure."""
+    """Return whether unexpected skips are failures."""
     return os.environ.get("CI", "").lower() == "true"
 
 
 def reason_of(longrepr: Any) -> str:
-    """Of a report of pytest."""
+    """Return the reason in a pytest report."""
     text = str(longrepr[2]) if isinstance(longrepr, tuple) else str(longrepr)
     return text.removeprefix("Skipped: ")
 
 
 def table(reasons: Iterable[str]) -> Iterator[str]:
-    """Lines: how many tests each reason skipped, and the command that would run them."""
+    """Yield a table of skip reasons: number of tests, reason, and the command that enables them."""
     rows = [(str(count), *_shown(reason)) for reason, count in Counter(reasons).most_common()]
     if not rows:
         return
@@ -65,7 +65,7 @@ def table(reasons: Iterable[str]) -> Iterator[str]:
 
 
 def _shown(reason: str) -> tuple[str, str]:
-    command = next((skip.command for skip in (*EXPECTED, *_ELSEWHERE) if skip.reason in reason), None)
+    command = next((skip.command for skip in (*EXPECTED, *_UNEXPECTED) if skip.reason in reason), None)
     if command is None:
         return reason, ""
     return reason.partition(":")[0], command or "(nothing does)"

@@ -1,4 +1,4 @@
-"""Records of the Redis store as bytes: with a check that holds, in the older format, damaged."""
+"""Encoded records of the Redis store: with a valid checksum, in older formats, and corrupted."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ CHECKED_HEADER = 22
 
 
 def checked(header: bytes) -> bytes:
-    """The first 18 bytes of `header`, with the check that Lua would put behind them."""
+    """Return the first 18 bytes of `header` with the checksum that Lua appends."""
     words = (int.from_bytes(header[at : min(at + 4, HEADER)], "big") for at in range(0, HEADER, 4))
     return header[:HEADER] + reduce(xor, words).to_bytes(4, "big")
 
 
 def settled(status: int, record: bytes, flags: int, rest: bytes, now_ms: int) -> bytes:
-    """A record that was worked on, as settle.lua settles it; `rest`: what follows fingerprint and trace."""
+    """Return a record as settle.lua settles it; `rest` follows the fingerprint and trace."""
     kept = record[2] & 3
     extras = record[CHECKED_HEADER : CHECKED_HEADER + (16 if kept & 1 else 0) + (24 if kept & 2 else 0)]
     later = max(now_ms - int.from_bytes(record[5:12], "big") // 1000, 0)
@@ -28,7 +28,7 @@ def settled(status: int, record: bytes, flags: int, rest: bytes, now_ms: int) ->
 
 
 def settled_earlier(record: bytes) -> bytes:
-    """A settled record in format 2, as it was written before."""
+    """Return the settled record in the earlier format 2."""
     both = record[1]
     time = (int.from_bytes(record[4:11], "big") // 1000 + int.from_bytes(record[11:16], "big")).to_bytes(6, "big")
     extras = record[20 : 20 + (16 if both & 1 else 0) + (24 if both & 2 else 0)]
@@ -38,19 +38,19 @@ def settled_earlier(record: bytes) -> bytes:
 
 
 def changed(record: bytes, at: int, new: bytes) -> bytes:
-    """`record` with `new` from the place `at` of its header, as if it had been written so."""
+    """Return `record` with `new` at offset `at` of its header, and a valid checksum."""
     header = record[:at] + new + record[at + len(new) : HEADER]
     return checked(header) + record[CHECKED_HEADER:]
 
 
 def unchecked(record: bytes) -> bytes:
-    """The same record in format 1, which had no checks."""
+    """Return the record in format 1, which has no checksum."""
     behind = CHECKED_HEADER + (16 if record[2] & 1 else 0) + (24 if record[2] & 2 else 0)
     return b"\1" + record[1:HEADER] + record[CHECKED_HEADER:behind] + record[behind + 8 :]
 
 
 def flips(raw: bytes) -> Iterator[bytes]:
-    """`raw` with each of its bits the other way round, one at a time."""
+    """Yield `raw` with each of its bits flipped, one at a time."""
     for bit in range(8 * len(raw)):
         flipped = bytearray(raw)
         flipped[bit // 8] ^= 1 << bit % 8

@@ -1,4 +1,4 @@
-"""A command on a terminal of its own, as people have one: it is asked, and answered."""
+"""A command on a pseudo-terminal that a test can type into."""
 
 from __future__ import annotations
 
@@ -21,62 +21,62 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def _ports(process: psutil.Process) -> list[int]:
-    """Of the servers that it is connected to."""
+    """Return the ports of the servers that the process is connected to."""
     addresses: list[tuple[Any, ...]] = [tuple(one.raddr) for one in process.net_connections("tcp")]
     return [address[1] for address in addresses if address]
 
 
 class Terminal:
-    """`python -m integr8s_idem …` with a pseudo-terminal for its streams.
+    """`python -m integr8s_idem` with a pseudo-terminal for its streams.
 
     Args:
-        arguments: What follows `integr8s-idem`.
-        folder: Where it runs.
-        env: Environment variables over our own.
-        output: File for its standard output, as `> FILE`; the terminal if not given.
+        arguments: Arguments of `integr8s-idem`.
+        folder: Working folder.
+        env: Additional environment variables.
+        output: File for its standard output, like `> FILE`; the terminal by default.
     """
 
     def __init__(
         self, *arguments: str, folder: Path, env: Mapping[str, str] | None = None, output: Path | None = None
     ) -> None:
-        self._ours, theirs = pty.openpty()
-        stdout = theirs if output is None else os.open(output, os.O_WRONLY | os.O_CREAT)
+        self._controller, terminal = pty.openpty()
+        stdout = terminal if output is None else os.open(output, os.O_WRONLY | os.O_CREAT)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "integr8s_idem", *arguments],
-            stdin=theirs,
+            stdin=terminal,
             stdout=stdout,
-            stderr=theirs,
+            stderr=terminal,
             cwd=folder,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "160", **(env or {})},
             start_new_session=True,
         )
-        for end in {theirs, stdout}:
+        for end in {terminal, stdout}:
             os.close(end)
         self._said = ""
 
     @property
     def said(self) -> str:
-        """All that stood on the screen so far, without colors."""
+        """Return the output so far, without colors."""
         return _ESCAPES.sub("", self._said).replace("\r\n", "\n")
 
     def wait_for(self, text: str, timeout: float = 60) -> None:
-        """Return once `text` has been said."""
+        """Return once `text` has been printed."""
         deadline = time.monotonic() + timeout
         while text not in self.said:
             assert self._read(deadline), f"no {text!r} in:\n{self.said}"
 
     def enter(self, text: str) -> None:
-        os.write(self._ours, text.encode())
+        os.write(self._controller, text.encode())
 
     def interrupt(self) -> None:
         """Ctrl-C."""
         os.killpg(self._process.pid, signal.SIGINT)
 
     def wait_for_sleep(self, timeout: float = 60) -> None:
-        """Return once it reads what people type, and does nothing else.
+        """Return once the command waits for input.
 
-        A signal between a question and the reading of its answer is kept by readline until there is one: people press
-        Ctrl-C once more.
+        readline defers a signal that arrives between the prompt and the read until there is input; a user would press
+        Ctrl-C again.
         """
         process, deadline, quiet, seen = psutil.Process(self._process.pid), time.monotonic() + timeout, 0, None
         while quiet < 5:
@@ -87,27 +87,27 @@ class Terminal:
             seen = now
 
     def wait_for_connection(self, port: int, timeout: float = 60) -> None:
-        """Return once the command is connected to a server on this machine."""
+        """Return once the command is connected to a local server."""
         process, deadline = psutil.Process(self._process.pid), time.monotonic() + timeout
         while port not in _ports(process):
             assert time.monotonic() < deadline, self.said
             time.sleep(0.02)
 
     def wait(self, timeout: float = 60) -> int:
-        """Its exit status, once it has ended."""
+        """Wait for the end and return the exit status."""
         deadline = time.monotonic() + timeout
         while self._read(deadline):
             pass
         return self._process.wait(max(deadline - time.monotonic(), 1))
 
     def _read(self, deadline: float) -> bool:
-        """Whether it said more before it ended, and before `deadline`."""
-        ready, _, _ = select.select([self._ours], [], [], max(deadline - time.monotonic(), 0))
+        """Read more output; return `False` at its end or at `deadline`."""
+        ready, _, _ = select.select([self._controller], [], [], max(deadline - time.monotonic(), 0))
         if not ready:
             return False
         try:
-            more = os.read(self._ours, 65_536)
-        except OSError:  # Linux tells the end of a terminal so
+            more = os.read(self._controller, 65_536)
+        except OSError:  # the end of a terminal on Linux
             return False
         self._said += more.decode(errors="replace")
         return bool(more)
@@ -121,4 +121,4 @@ class Terminal:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        os.close(self._ours)
+        os.close(self._controller)

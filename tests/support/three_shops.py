@@ -1,4 +1,4 @@
-"""Three services that read one event: guarded by its id, guarded by its content, and not guarded."""
+"""Three services with the same event: guarded by event id, guarded by content, and unguarded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ router = EventRouter()
 
 @router.on(OrderPlaced)
 async def charge(event: OrderPlaced) -> None:
-    raise AssertionError("to explain is not to handle")
+    raise AssertionError("explain must not run the handler")
 
 
 platform = Platform(

@@ -1,4 +1,4 @@
-"""Certificates of an authority of our own; TLS for a Kafka broker, and before a Redis that was built without it."""
+"""Certificates of a test authority, TLS settings of a Kafka broker, and a TLS proxy for servers without TLS."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.accepting import Acceptor
 
 
 class Authority:
-    """Signs certificates; whoever is to trust it gets `ca_file`."""
+    """Signs certificates; clients trust it through `ca_file`."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self._ca = trustme.CA()
@@ -24,7 +24,7 @@ class Authority:
         self._ca.cert_pem.write_to_path(str(self.ca_file))
 
     def server_context(self, host: str = "127.0.0.1", *, expired: bool = False) -> ssl.SSLContext:
-        """For a server that says it is `host`."""
+        """Create the TLS context of a server with a certificate for `host`."""
         ended = datetime.now(UTC) - timedelta(days=1)
         certificate = self._ca.issue_cert(host, not_after=ended) if expired else self._ca.issue_cert(host)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -32,7 +32,7 @@ class Authority:
         return context
 
     def certificate_files(self, folder: Path, host: str = "127.0.0.1", name: str = "server") -> tuple[Path, Path]:
-        """A certificate for `host` with its chain, and its key, as files."""
+        """Write a certificate chain for `host` and its key to files."""
         certificate = self._ca.issue_cert(host)
         chain, key = folder / f"{name}.crt", folder / f"{name}.key"
         chain.write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
@@ -41,7 +41,7 @@ class Authority:
         return chain, key
 
     def broker_settings(self, host: str = "127.0.0.1") -> dict[str, str]:
-        """Settings of a Kafka broker that says it is `host`."""
+        """Return settings of a Kafka broker with a certificate for `host`."""
         certificate = self._ca.issue_cert(host)
         key = load_pem_private_key(certificate.private_key_pem.bytes(), None)
         chain = b"".join(blob.bytes() for blob in certificate.cert_chain_pems)
@@ -53,14 +53,14 @@ class Authority:
 
 
 def _line(text: bytes) -> str:
-    """As a value in a file of Java properties."""
+    """Escape a value for a Java properties file."""
     return text.decode().replace("\n", "\\n")
 
 
 class TlsFront:
     """Accepts TLS on `port` and passes the plain bytes on to `target`, a port or a Unix socket.
 
-    `postgresql`: TLS begins as there, with a question that is answered.
+    With `postgresql`, the client requests TLS as in the PostgreSQL protocol.
     """
 
     def __init__(self, target: int | Path, context: ssl.SSLContext, *, postgresql: bool = False) -> None:
@@ -97,10 +97,10 @@ class TlsFront:
             ends.append(requests.transport)
             await asyncio.gather(_pass(reader, requests), _pass(answers, writer))
         except (OSError, EOFError):
-            return  # one end is gone
+            return  # an end has closed the connection
         finally:
             for end in ends:
-                end.abort()  # a TLS farewell would wait for a client that is gone
+                end.abort()  # a TLS shutdown would wait for a client that is gone
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,12 +1,12 @@
-"""How often a client waits for a server: a proxy that counts its turns to speak.
+"""A proxy that counts round trips between a client and a server.
 
     async with TurnCounter(server.address) as counter:
         client = connect(counter.port)
         ...
         assert counter.turns == 1
 
-A turn begins when a client says something after it has heard an answer, or for the first time: so a pipeline is one
-turn, and a statement that is prepared before it is executed is two, whatever the protocol.
+A turn starts when a client sends something after an answer, or for the first time. A pipeline is therefore one turn,
+and a statement that is prepared before it is executed is two, in any protocol.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class TurnCounter:
-    """Listens on a free port of 127.0.0.1 and passes everything on to `target`.
+    """Listens on a free port of 127.0.0.1 and forwards everything to `target`.
 
     Args:
         target: The server's address.
-        strangers: Connections whose first words hold this are passed on and not counted.
+        strangers: Connections whose first bytes contain this are forwarded, but not counted.
     """
 
     def __init__(self, target: Address, *, strangers: bytes | None = None) -> None:
@@ -72,13 +72,13 @@ class TurnCounter:
 
 
 class _Link:
-    """One connection."""
+    """A connection."""
 
     def __init__(self, counter: TurnCounter, strangers: bytes | None) -> None:
         self._counter = counter
         self._strangers = strangers
         self._counts: bool | None = None
-        """Unknown before the first words."""
+        """Unknown before the first bytes."""
         self._heard = True
 
     async def requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

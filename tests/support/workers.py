@@ -1,4 +1,4 @@
-"""Workers in the test's own process, on real servers."""
+"""Workers in the process of the test, on real servers."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class OrderPlaced(BaseEvent):
 QUICK = ServiceSettings(
     retry_initial_seconds=0.05, retry_max_seconds=0.2, commit_interval_seconds=0.1, drain_timeout_seconds=5
 )
-"""A service that does not keep a test waiting."""
+"""Settings with short intervals, so that tests do not have to wait."""
 
 
 def kafka_settings(kafka: Kafka, prefix: str, **changes: Any) -> KafkaSettings:
-    """Settings of Kafka for tests: short sessions, topics of their own."""
+    """Return Kafka settings with short sessions and a topic prefix."""
     settings = {
         "bootstrap_servers": kafka.bootstrap,
         "topic_prefix": prefix,
@@ -54,7 +54,7 @@ def kafka_settings(kafka: Kafka, prefix: str, **changes: Any) -> KafkaSettings:
 
 @dataclass
 class Shop:
-    """A topic of orders, workers that handle them, and what came of it."""
+    """A topic of orders, workers that handle them, and their effects."""
 
     kafka: Kafka
     settings: KafkaSettings
@@ -64,7 +64,7 @@ class Shop:
     group: str = "billing"
     lease: float = 5.0
     charged: list[str] = field(default_factory=list)
-    """Order ids, in the order in which handlers finished."""
+    """Order ids in the order in which handlers finished."""
 
     @property
     def topic(self) -> str:
@@ -103,21 +103,21 @@ class Shop:
         return running
 
     def manager(self, **config: Any) -> IdempotencyManager:
-        """A manager on the shop's Redis."""
+        """Create a manager with the Redis of the shop."""
         client = redis_client(RedisStoreSettings(url=self.redis_url))
         self.stack.push_async_callback(client.aclose)
         settings = IdempotencyConfig.model_validate({"processing_timeout_seconds": self.lease, **config})
         return IdempotencyManager(settings, RedisIdempotencyRepository(client), scope="billing")
 
     async def deliver(self, event: BaseEvent, *, partition: int = 0) -> None:
-        """Put a copy of `event` into a partition, as a producer's retry or a replay would."""
+        """Send a copy of `event` to a partition, like a producer's retry or a replay."""
         async with _producer(self.settings) as producer:
             await producer.send_and_wait(
                 self.topic, encode_event(event), headers=event_headers(event), partition=partition
             )
 
     async def committed(self, partition: int = 0) -> int | None:
-        """The group's offset, as the broker knows it."""
+        """Return the committed offset of the group."""
         consumer = AIOKafkaConsumer(
             bootstrap_servers=self.kafka.bootstrap, group_id=self.settings.topic_prefix + self.group
         )
@@ -129,7 +129,7 @@ class Shop:
             await consumer.stop()
 
     async def messages(self, topic: str, count: int) -> list[Any]:
-        """The first `count` messages of a topic."""
+        """Return the first `count` messages of a topic."""
         consumer = AIOKafkaConsumer(
             topic, bootstrap_servers=self.kafka.bootstrap, auto_offset_reset="earliest", enable_auto_commit=False
         )
@@ -155,7 +155,7 @@ class WorkerInTest:
         return self.worker.report().tally
 
     async def stop(self) -> None:
-        """Drain, and see that it ended well."""
+        """Drain the worker and check that it ended without an error."""
         self.worker.stop()
         try:
             await asyncio.wait_for(self.task, 30)
@@ -164,7 +164,7 @@ class WorkerInTest:
             await self.publisher.close()
 
     async def idle(self, settled: int) -> None:
-        """Return once it has settled `settled` deliveries and committed everything."""
+        """Return once `settled` deliveries are settled and everything is committed."""
 
         def done() -> bool:
             report = self.worker.report()
@@ -177,7 +177,7 @@ class WorkerInTest:
 
 @asynccontextmanager
 async def open_shop(kafka: Kafka, prefix: str, redis_url: str, *, partitions: int = 1) -> AsyncIterator[Shop]:
-    """A shop whose workers are stopped at the end."""
+    """Open a shop, and stop its workers at the end."""
     settings = kafka_settings(kafka, prefix)
     await kafka.create_topics({f"{prefix}order_placed": partitions, f"{prefix}order_placed.dlq": 1})
     async with AsyncExitStack() as stack:
@@ -199,11 +199,11 @@ async def _producer(settings: KafkaSettings) -> AsyncIterator[Any]:
 
 
 def orders(count: int) -> list[OrderPlaced]:
-    """`count` orders, numbered."""
+    """Create `count` numbered orders."""
     return [OrderPlaced(order_id=str(number), aggregate_id=str(number)) for number in range(count)]
 
 
 def header(record: Any, name: str) -> str:
-    """One of our dead-letter headers."""
+    """Return a dead-letter header of a record."""
     found: Sequence[bytes] = [value for key, value in record.headers if key == f"idempotency-dlq-{name}"]
     return found[-1].decode() if found else ""

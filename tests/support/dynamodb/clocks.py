@@ -1,4 +1,4 @@
-"""A clock of DynamoDB that a test puts forward."""
+"""A DynamoDB clock that a test sets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from integr8s_idem.stores.dynamodb.clock import ServerClock
 
 
 class VirtualClock(ServerClock):
-    """It stands until `now` is changed, whatever DynamoDB's answers tell of the time."""
+    """A clock that only moves when `now` is set, and ignores the dates in answers of DynamoDB."""
 
     known = True
 

@@ -1,4 +1,4 @@
-"""Fixtures: `dynamodb`, one DynamoDB Local for the whole session; `aws`, credentials; `table`, of a test's own."""
+"""Fixtures: `dynamodb`, a DynamoDB Local for the session; `aws`, credentials; `table`, a table for a test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.kafka.fixtures import skip_or_fail
 
 @dataclass(frozen=True)
 class Table:
-    """A table that has been made, and a client for it."""
+    """A table and a client for it."""
 
     client: Any
     settings: DynamodbStoreSettings
@@ -33,7 +33,7 @@ class Table:
 
 @contextmanager
 def own_dynamodb() -> Iterator[DynamoServer]:
-    """A server for a test that stops or pauses it: two seconds."""
+    """Start a server for a test that stops or pauses it; takes two seconds."""
     try:
         server = DynamoServer()
     except ToolsMissingError as missing:
@@ -44,14 +44,14 @@ def own_dynamodb() -> Iterator[DynamoServer]:
 
 @pytest.fixture(scope="session")
 def dynamodb() -> Iterator[DynamoServer]:
-    """One server for all tests: never stop or pause it."""
+    """Share a server; never stop or pause it."""
     with own_dynamodb() as server:
         yield server
 
 
 @pytest.fixture
 def aws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credentials that DynamoDB Local takes, and none of this machine's."""
+    """Set credentials for DynamoDB Local, and hide those of this machine."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in CREDENTIALS.items():
@@ -62,7 +62,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> None:
 async def table(dynamodb: DynamoServer, aws: None) -> AsyncIterator[Table]:
     settings = dynamodb.settings(table=f"idem-{uuid4().hex}")
     async with dynamo_client(settings) as client:
-        # Not by `migrate`, which has tests of its own: five times as fast.
+        # Five times as fast as `migrate`, which has its own tests.
         await client.create_table(
             TableName=settings.table, KeySchema=KEYS, AttributeDefinitions=TYPES, BillingMode="PAY_PER_REQUEST"
         )

@@ -1,4 +1,4 @@
-"""A server of our own before DynamoDB Local, for what that cannot do: throttle, refuse credentials, have another time.
+"""A proxy for DynamoDB Local that can throttle, reject credentials and change the time, which DynamoDB Local cannot.
 
     async with DynamoFront(server.port) as front:
         async with dynamo_client(server.settings(endpoint_url=front.url)) as client:
@@ -6,7 +6,7 @@
             ...
             assert front.requests == ["PutItem"] * 4
 
-It speaks as much HTTP as the driver does.  What it refuses with are DynamoDB's words, not DynamoDB.
+It supports the part of HTTP that the driver uses. Its errors imitate those of DynamoDB.
 """
 
 from __future__ import annotations
@@ -39,23 +39,31 @@ class _Refusal:
 
 
 class DynamoFront:
-    """Passes requests on to the server at `port` of this machine, unless it was told to refuse."""
+    """Forwards requests to a local port, unless it is set to refuse them."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self.requests: list[str] = []
-        """The names of the requests so far, refused ones included."""
+        """The names of the requests so far, including refused ones."""
         self.ahead = timedelta(0)
-        """How much later the answers say it is."""
+        """Offset of the dates in the answers."""
         self.rewrite: Callable[[bytes], bytes] = lambda answer: answer
-        """What becomes of an answer, head and body, before it is passed on."""
+        """Changes the head and body of an answer before it is forwarded."""
         self._refusals: list[_Refusal] = []
         self._acceptor = Acceptor(self._serve)
 
     def refuse(
         self, code: str, *, status: int = 400, message: str = "", times: int | None = None, only: str = ""
     ) -> None:
-        """Answer so from now on, so many times; `only` requests whose names hold that."""
+        """Refuse requests from now on.
+
+        Args:
+            code: Error code.
+            status: HTTP status.
+            message: Error message.
+            times: Number of requests to refuse; all by default.
+            only: Refuse only requests whose names contain this.
+        """
         self._refusals = [_Refusal(code, status, message, times, only)]
 
     def allow(self) -> None:
@@ -79,16 +87,16 @@ class DynamoFront:
         await self._acceptor.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        behind = await asyncio.open_connection("127.0.0.1", self._port)
+        upstream = await asyncio.open_connection("127.0.0.1", self._port)
         try:
             with suppress(asyncio.IncompleteReadError, OSError):
                 while True:
-                    writer.write(await self._answer(await _message(reader), behind))
+                    writer.write(await self._answer(await _message(reader), upstream))
                     await writer.drain()
         finally:
-            behind[1].transport.abort()
+            upstream[1].transport.abort()
 
-    async def _answer(self, request: bytes, behind: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:
+    async def _answer(self, request: bytes, upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:
         target = _TARGET.search(request)
         assert target is not None, request
         self.requests.append(target[1].decode())
@@ -96,8 +104,8 @@ class DynamoFront:
         if refusal is not None:
             answer = _refused(refusal)
         else:
-            behind[1].write(request)
-            answer = await _message(behind[0])
+            upstream[1].write(request)
+            answer = await _message(upstream[0])
         return self.rewrite(_DATE.sub(self._later, answer, count=1))
 
     def _refusal(self, request: str) -> _Refusal | None:
@@ -116,15 +124,15 @@ class DynamoFront:
 
 
 def _refused(refusal: _Refusal) -> bytes:
-    told = {"__type": f"com.amazonaws.dynamodb.v20120810#{refusal.code}", "message": refusal.message}
-    body = json.dumps(told).encode()
+    error = {"__type": f"com.amazonaws.dynamodb.v20120810#{refusal.code}", "message": refusal.message}
+    body = json.dumps(error).encode()
     date = f"\r\nDate: {formatdate(usegmt=True)}\r\n\r\n"
     head = f"HTTP/1.1 {refusal.status} Refused\r\nx-amzn-RequestId: none\r\n"
     return f"{head}Content-Length: {len(body)}{date}".encode() + body
 
 
 async def _message(reader: asyncio.StreamReader) -> bytes:
-    """One request or answer, whole."""
+    """Read a complete request or answer."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = _LENGTH.search(head)
     return head + await reader.readexactly(int(length[1]) if length else 0)

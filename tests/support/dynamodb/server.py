@@ -1,11 +1,11 @@
-"""DynamoDB Local, AWS's own emulator, started from its jars on a free loopback port, ended by process id.
+"""DynamoDB Local, the emulator by AWS, started from its jars on a free loopback port.
 
     with DynamoServer() as server:
         async with dynamo_client(server.settings()) as client:
             ...
 
-It keeps its tables in memory.  It knows conditions, answers with items as DynamoDB does, and limits their size; it
-does not throttle, does not look at credentials, and deletes by TTL when it pleases.
+It keeps its tables in memory. It supports conditions, answers like DynamoDB, and limits the size of items. It does not
+throttle, does not check credentials, and deletes expired items at an unspecified time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CREDENTIALS: Final = {
     "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     "AWS_EC2_METADATA_DISABLED": "true",
 }
-"""Anything will do for DynamoDB Local, but something has to be there."""
+"""DynamoDB Local accepts any credentials, but requires some."""
 
 _START_SECONDS: Final = 60.0
 _JVM: Final = ("-Xshare:auto", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
@@ -40,7 +40,7 @@ _MAIN: Final = "com.amazonaws.services.dynamodbv2.local.main.ServerRunner"
 
 
 def missing_jars() -> str:
-    """Why no DynamoDB Local can be started here; empty if one can."""
+    """Return why no DynamoDB Local can be started here; empty if one can."""
     if not any(JARS.glob("DynamoDBLocal-*.jar")):
         return "no jars of DynamoDB Local: run `make dynamodb`"
     try:
@@ -51,10 +51,10 @@ def missing_jars() -> str:
 
 
 class DynamoServer:
-    """One server process.  All methods block."""
+    """A server process. All methods block."""
 
     def __init__(self) -> None:
-        """Raises `ToolsMissingError` where Java or the jars are missing."""
+        """Raise `ToolsMissingError` if Java or the jars are missing."""
         if missing := missing_jars():
             raise ToolsMissingError(missing)
         (self.port,) = free_ports(1)
@@ -76,13 +76,13 @@ class DynamoServer:
         return f"http://127.0.0.1:{self.port}"
 
     def settings(self, **others: Any) -> DynamodbStoreSettings:
-        """For a client of this server."""
+        """Return settings for a client of this server."""
         return DynamodbStoreSettings.model_validate(
             {"kind": "dynamodb", "region": "eu-central-1", "endpoint_url": self.url, **others}
         )
 
     def start(self) -> None:
-        """Start it; it answers when this returns."""
+        """Start the server and wait until it answers."""
         self._server.start()
         deadline = time.monotonic() + _START_SECONDS
         while not self._answers():
@@ -93,16 +93,16 @@ class DynamoServer:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """End it, with all its tables."""
+        """Stop the server and delete its tables."""
         self._server.kill()
         self._folder.cleanup()
 
     def kill(self) -> None:
-        """SIGKILL; `start` brings it back on the same port, without its tables."""
+        """Send SIGKILL; `start` restarts the server on the same port, without tables."""
         self._server.kill()
 
     def stop_signal(self) -> None:
-        """SIGSTOP: it takes connections, and answers nothing."""
+        """Send SIGSTOP: the server accepts connections without answering."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def continue_signal(self) -> None:
@@ -122,7 +122,7 @@ class DynamoServer:
             with urllib.request.urlopen(self.url, timeout=2):
                 return True
         except urllib.error.HTTPError as refusal:
-            refusal.close()  # what is not signed is refused, by a server that is there
+            refusal.close()  # a running server rejects unsigned requests
             return True
         except OSError:
             return False

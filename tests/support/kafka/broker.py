@@ -1,4 +1,4 @@
-"""Formats a data folder, starts Apache Kafka from its jars on free loopback ports, ends it by process id."""
+"""Apache Kafka, started from its jars on free loopback ports with a freshly formatted data folder."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ _SETTINGS = {
     "num.replica.fetchers": "1",
     "background.threads": "2",
     "broker.heartbeat.interval.ms": "200",
-    # A restarted broker is let in again only when its former life has timed out: nine seconds by default.
+    # A restarted broker can register only after the session of its former process has expired: nine seconds by default.
     "broker.session.timeout.ms": "3000",
 }
 
 
 class ToolsMissingError(Exception):
-    """What is needed to start a broker is not on this machine; the message says what to do."""
+    """A program or jar is missing on this machine; the message says how to install it."""
 
 
 class Kafka:
-    """A broker that answers at `bootstrap`; who started it does not matter."""
+    """A running broker at `bootstrap`."""
 
     def __init__(self, bootstrap: str) -> None:
         self._bootstrap = bootstrap
@@ -78,9 +78,9 @@ class Kafka:
         return self._bootstrap
 
     async def create_topics(self, partitions: Mapping[str, int], settings: Mapping[str, str] | None = None) -> None:
-        """Create topics, by name, with so many partitions each; `settings`: theirs, as in `retention.ms`."""
+        """Create topics with the given numbers of partitions and topic settings such as `retention.ms`."""
         admin: Any = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
-        new_topic: Any = NewTopic  # aiokafka gives it no types
+        new_topic: Any = NewTopic  # untyped in aiokafka
         await admin.start()
         try:
             topics = [new_topic(name, count, 1, topic_configs=settings) for name, count in partitions.items()]
@@ -92,7 +92,7 @@ class Kafka:
 
 
 class KafkaBroker(Kafka):
-    """Our own broker: one node, data and log in `folder`, the same ports for its whole life."""
+    """A broker with one node, data and log in `folder`, and ports that do not change with a restart."""
 
     def __init__(
         self,
@@ -105,10 +105,10 @@ class KafkaBroker(Kafka):
         """Format the data folder.
 
         Args:
-            folder: Empty; the caller removes it after the last `kill` or `stop`.
-            settings: Broker settings over those for fast tests.
-            ports: For clients and for controllers; free ones if not given.
-            heap: Memory of the Java process, as `-Xmx` takes it.
+            folder: An empty folder; the caller deletes it after the last `kill` or `stop`.
+            settings: Broker settings in addition to those for fast tests.
+            ports: Ports for clients and controllers; free ones by default.
+            heap: Memory of the Java process for `-Xmx`.
 
         Raises:
             ToolsMissingError: No Java of `OLDEST_JAVA` or newer, or no jars.
@@ -128,25 +128,25 @@ class KafkaBroker(Kafka):
 
     @property
     def pid(self) -> int:
-        """Process id of the broker; an error while it is not running."""
+        """Process id of the broker, which must be running."""
         return self._server.pid
 
     @property
     def log(self) -> Path:
-        """What the broker said: warnings and errors."""
+        """The log file of the broker: warnings and errors."""
         return self._server.log
 
     def start(self) -> None:
-        """Start it; it serves clients when this returns."""
+        """Start the broker and wait until it serves clients."""
         self.launch()
         self.wait_until_it_serves()
 
     def launch(self) -> None:
-        """Start it, and wait for nothing."""
+        """Start the broker without waiting."""
         self._server.start()
 
     def wait_until_it_serves(self) -> None:
-        """Return once it serves clients."""
+        """Return once the broker serves clients."""
         deadline = time.monotonic() + START_SECONDS
         while not _serves(self._port):
             if not self._server.running or time.monotonic() > deadline:
@@ -156,15 +156,15 @@ class KafkaBroker(Kafka):
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """Ask it to end, wait for it; after `STOP_SECONDS`, kill it."""
+        """Stop the broker; kill it if it still runs after `STOP_SECONDS`."""
         self._server.terminate(STOP_SECONDS)
 
     def kill(self) -> None:
-        """SIGKILL; port and data stay for `start`."""
+        """Send SIGKILL; port and data are kept for `start`."""
         self._server.kill()
 
     def restart(self) -> None:
-        """`stop` and `start`: same port, same data."""
+        """Stop and start the broker with the same port and data."""
         self.stop()
         self.start()
 
@@ -192,7 +192,7 @@ class KafkaBroker(Kafka):
 
 
 def find_java() -> str:
-    """Java of JAVA_HOME, or else of PATH."""
+    """Return Java from JAVA_HOME or the PATH."""
     home = os.environ.get("JAVA_HOME")
     java = shutil.which("java", path=str(Path(home) / "bin")) if home else shutil.which("java")
     if java is None:
@@ -205,21 +205,21 @@ def find_java() -> str:
 
 
 def find_jars() -> Path:
-    """Where `make kafka` puts them."""
+    """Return the folder that `make kafka` downloads to."""
     if not any(JARS.glob("kafka_*.jar")):
         raise ToolsMissingError("no jars of Apache Kafka: run `make kafka`")
     return JARS
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody listens on."""
+    """Return free loopback ports."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [taken.getsockname()[1] for taken in sockets]
 
 
 def _serves(port: int) -> bool:
-    """Whether the broker at `port` lists itself: an open port alone is a broker that is still starting."""
+    """Return whether the broker at `port` lists itself; the port is open before the broker is ready."""
     request = struct.pack(">hhihi", 3, 1, 1, -1, 0)  # Metadata v1 without topics
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=2) as client, client.makefile("rb") as answers:

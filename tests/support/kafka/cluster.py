@@ -1,4 +1,4 @@
-"""Three brokers of one cluster, each its own process, small enough for a laptop."""
+"""A Kafka cluster of three broker processes, small enough for a laptop."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _REPLICATED: Final = {
 
 
 class KafkaCluster(Kafka):
-    """Brokers 1, 2 and 3; each also takes part in the vote for the controller."""
+    """Brokers 1, 2 and 3, which are controllers as well."""
 
     def __init__(self, folder: Path) -> None:
-        """Format three data folders under `folder`.  Raises `ToolsMissingError`."""
+        """Format three data folders in `folder`. Raises `ToolsMissingError`."""
         ports = free_ports(6)
         controllers = ports[3:]
         voters = ",".join(f"{node}@127.0.0.1:{port}" for node, port in enumerate(controllers, start=1))
@@ -42,21 +42,21 @@ class KafkaCluster(Kafka):
         return {**_REPLICATED, "node.id": str(node), "controller.quorum.voters": voters}
 
     def start(self) -> None:
-        """Start all; they serve when this returns."""
+        """Start all brokers and wait until they serve clients."""
         for broker in self.brokers.values():
             broker.launch()
         for broker in self.brokers.values():
             broker.wait_until_it_serves()
 
     def kill(self) -> None:
-        """SIGKILL to all."""
+        """Send SIGKILL to all brokers."""
         for broker in self.brokers.values():
             broker.kill()
 
     async def create_topics(self, partitions: Mapping[str, int], settings: Mapping[str, str] | None = None) -> None:
-        """Create topics with three replicas of each partition; `settings`: theirs."""
+        """Create topics with three replicas of each partition and the given topic settings."""
         admin: Any = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
-        new_topic: Any = NewTopic  # aiokafka gives it no types
+        new_topic: Any = NewTopic  # untyped in aiokafka
         await admin.start()
         try:
             topics = [new_topic(name, count, 3, topic_configs=settings) for name, count in partitions.items()]
@@ -67,7 +67,7 @@ class KafkaCluster(Kafka):
             await admin.close()
 
     async def coordinator_of(self, group: str) -> int:
-        """The broker that leads `group`."""
+        """Return the broker that coordinates `group`."""
         admin: Any = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
         await admin.start()
         try:

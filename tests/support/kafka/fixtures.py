@@ -1,4 +1,4 @@
-"""Fixtures: `kafka`, one real broker for the whole session, and `topic_prefix`, so that tests do not meet on it."""
+"""Fixtures: `kafka`, a real broker for the session, and `topic_prefix`, which separates the tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADDRESS = "INTEGR8S_IDEM_TEST_KAFKA"
 
 @pytest.fixture(scope="session")
 def kafka() -> Iterator[Kafka]:
-    """The session's broker: the one that `INTEGR8S_IDEM_TEST_KAFKA` names, or one of our own."""
+    """Return the broker named by `INTEGR8S_IDEM_TEST_KAFKA`, or start one for the session."""
     address = os.environ.get(ADDRESS)
     if address:
         yield Kafka(address)
@@ -31,14 +31,14 @@ def kafka() -> Iterator[Kafka]:
 
 @pytest.fixture
 def own_kafka() -> Iterator[KafkaBroker]:
-    """A broker for one test, which may kill it.  Three seconds; most tests want `kafka`."""
+    """Start a broker for a test that kills it; takes three seconds, so most tests use `kafka`."""
     with _own_broker() as broker:
         yield broker
 
 
 @pytest.fixture
 def topic_prefix() -> str:
-    """What this test's topics and groups start with; nobody else's do."""
+    """Return a unique prefix for the topics and groups of the test."""
     return f"t{uuid4().hex[:12]}."
 
 
@@ -57,7 +57,7 @@ def _own_broker() -> Iterator[KafkaBroker]:
 
 
 def skip_or_fail(reason: str) -> NoReturn:
-    """Skip the test with what to do; where CI=true promises the tools, fail."""
+    """Skip the test, or fail with CI=true, where all tools must be installed."""
     if skips.is_strict():
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)

@@ -1,6 +1,6 @@
-"""A stand-in for a Kubernetes API server, with as much of a controller and a kubelet as Jobs need.
+"""A fake Kubernetes API server, with the parts of a controller and a kubelet that Jobs need.
 
-It is no Kubernetes.  Bodies of Jobs are held to the OpenAPI schemas that Kubernetes publishes, requests to the Role in
-docs/how-to/run-scripts-on-kubernetes.md and to lists of parameters written by hand.  All else is as we read the
-documentation.
+Jobs are validated against the OpenAPI schemas that Kubernetes publishes; requests are checked against the Role in
+docs/how-to/run-scripts-on-kubernetes.md and against hand-written lists of parameters. Everything else follows the
+Kubernetes documentation.
 """

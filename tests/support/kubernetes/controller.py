@@ -1,4 +1,4 @@
-"""The stand-in's controller of Jobs: makes pods, tells how Jobs end, and takes away what was deleted."""
+"""A fake Job controller: creates pods, reports the status of Jobs, and deletes objects."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tests.support.kubernetes.objects import CONTROLLER, Objects, new_metadata, 
 
 
 class Controller:
-    """Does what a cluster does with Jobs, one pod each."""
+    """Runs Jobs with one pod each."""
 
     def __init__(self, objects: Objects, kubelet: Kubelet) -> None:
         self._objects = objects
         self._kubelet = kubelet
         self._tasks: set[asyncio.Task[None]] = set()
         self.makes_pods = True
-        """False: as where a quota refuses them, which only events of the cluster tell."""
+        """Set to `False` to simulate a quota that prevents pods, which a cluster only reports as events."""
 
     def made(self, job: dict[str, Any]) -> None:
-        """Take care of a new Job."""
+        """Run a new Job."""
         self._begin(self._run(job))
 
     async def close(self) -> None:
@@ -30,7 +30,7 @@ class Controller:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def delete(self, job: dict[str, Any], policy: str) -> None:
-        """As the API answers: at once, and the rest follows."""
+        """Delete a Job in the background, after the API has answered."""
         if policy == "Foreground":
             job["metadata"]["deletionTimestamp"] = now()
         else:
@@ -39,18 +39,18 @@ class Controller:
             self._begin(self._delete(job))
 
     async def delete_pod(self, pod: dict[str, Any]) -> None:
-        """End it and take it away, with its output."""
+        """Stop a pod and delete it with its output."""
         if pod["metadata"]["name"] not in self._objects.pods:
             return
         pod["metadata"]["deletionTimestamp"] = now()
         self._objects.changed("MODIFIED", pod)
         await self._kubelet.end(pod["metadata"]["name"], pod["spec"]["terminationGracePeriodSeconds"])
-        await asyncio.sleep(0.05)  # so that what the kubelet says of its end comes before
+        await asyncio.sleep(0.05)  # so that the kubelet reports its end first
         if self._objects.pods.pop(pod["metadata"]["name"], None) is not None:
             self._objects.changed("DELETED", pod)
 
     async def evict(self, pod: dict[str, Any], message: str) -> None:
-        """As a kubelet whose node has run short: the pod stays, failed."""
+        """Evict a pod like a node under resource pressure: the pod remains and has failed."""
         pod["status"] |= {"reason": "Evicted", "message": message}
         pod["status"]["conditions"].append(
             {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": message}

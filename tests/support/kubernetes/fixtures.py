@@ -1,4 +1,4 @@
-"""Fixture: `cluster`, the stand-in for a Kubernetes cluster, of a test's own."""
+"""Fixture `cluster`: a fake Kubernetes cluster for a test."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The stand-in's kubelet: runs a pod's one container as a process of this machine, in a folder of its own.
+"""A fake kubelet that runs the container of a pod as a local process, in a separate folder.
 
-An image is this interpreter, and a container no container: nothing keeps the process from the machine's files, and its
-limits are not held.  What the cluster would do at a limit, a test asks for.
+Every image is this Python interpreter. The process is not isolated from the machine, and its limits are not enforced;
+tests simulate what a cluster does at a limit.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Kubelet:
         self._objects = objects
         self._folder = folder
         self.trouble: dict[str, dict[str, Any]] = {}
-        """By image: what a container that waits for it says, instead of running.  "" is the scheduler's."""
+        """Waiting state by image: such a container never runs. The key "" is for pods that cannot be scheduled."""
         self.started: list[str] = []
-        """Names of the pods that were started, in order."""
+        """Names of the started pods, in order."""
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._killed: dict[str, str] = {}
-        """Why we have ended a container, by pod."""
+        """Reason for which a container was stopped, by pod."""
 
     def log_of(self, name: str) -> bytes:
         file = self._folder / name / "log"
@@ -44,23 +44,25 @@ class Kubelet:
         return name in self._processes or (self._folder / name).exists()
 
     async def run(self, pod: dict[str, Any]) -> None:
-        """Run the pod to its end; returns at once if it has to wait for something."""
+        """Run the pod to its end, or return immediately if it has to wait."""
         name, container = pod["metadata"]["name"], pod["spec"]["containers"][0]
         if "" in self.trouble:
-            told = {"type": "PodScheduled", "status": "False", **self.trouble[""]}
-            self._tell(pod, "Pending", conditions=[told])
+            unscheduled = {"type": "PodScheduled", "status": "False", **self.trouble[""]}
+            self._set_status(pod, "Pending", conditions=[unscheduled])
             return
         trouble = self.trouble.get(container["image"])
         waiting = trouble or {"reason": "ContainerCreating"}
-        self._tell(pod, "Pending", {"waiting": waiting}, conditions=[{"type": "PodScheduled", "status": "True"}])
+        self._set_status(pod, "Pending", {"waiting": waiting}, conditions=[{"type": "PodScheduled", "status": "True"}])
         if trouble is not None:
             return
         begun = now()
-        code = await self._run(name, container, lambda: self._tell(pod, "Running", {"running": {"startedAt": begun}}))
-        self._tell(pod, "Failed" if code else "Succeeded", {"terminated": self._terminated(name, code, begun)})
+        code = await self._run(
+            name, container, lambda: self._set_status(pod, "Running", {"running": {"startedAt": begun}})
+        )
+        self._set_status(pod, "Failed" if code else "Succeeded", {"terminated": self._terminated(name, code, begun)})
 
     async def end(self, name: str, grace: float, reason: str = "") -> None:
-        """SIGTERM, and SIGKILL to it and all that it has started after `grace` seconds."""
+        """Send SIGTERM, and after `grace` seconds SIGKILL to the process and its children."""
         process = self._processes.get(name)
         if process is None:
             return
@@ -71,7 +73,7 @@ class Kubelet:
                 process.send_signal(signal.SIGTERM)
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), grace)
-        for each in tree:  # a container ends as a whole
+        for each in tree:  # all processes of a container end together
             with suppress(psutil.NoSuchProcess):
                 each.kill()
         await process.wait()
@@ -80,7 +82,7 @@ class Kubelet:
         for name in list(self._processes):
             await self.end(name, 0)
 
-    def _tell(
+    def _set_status(
         self,
         pod: dict[str, Any],
         phase: str,
@@ -109,7 +111,7 @@ class Kubelet:
         (folder / "tmp").mkdir(parents=True)
         environment = {each["name"]: _expanded(each["value"], {}) for each in container.get("env", [])}
         given = [_expanded(text, environment) for text in [*container["command"], *container.get("args", [])]]
-        # What mounts are in a container: its own files for the report and for what it writes.
+        # In a container these files would be mounts: for the report and for the files that the script writes.
         command = [str(folder / "report") if text == container["terminationMessagePath"] else text for text in given]
         assert container["workingDir"] == container["volumeMounts"][0]["mountPath"]
         with (folder / "log").open("wb") as log:
@@ -139,7 +141,7 @@ class Kubelet:
 
 
 def _expanded(text: str, environment: dict[str, str]) -> str:
-    """`$(NAME)` and `$$`, as the kubelet replaces them in commands, arguments and values."""
+    """Replace `$(NAME)` and `$$` like the kubelet in commands, arguments and values."""
 
     def replaced(found: re.Match[str]) -> str:
         return "$" if found[0] == "$$" else environment.get(found[1], found[0])

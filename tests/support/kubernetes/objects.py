@@ -1,4 +1,4 @@
-"""What the stand-in keeps: Jobs, pods, and the history of pods that watches are fed from."""
+"""The objects of the fake cluster: Jobs, pods, and the history of pods for watches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def new_metadata(given: dict[str, Any], namespace: str, version: int) -> dict[st
 
 
 class Objects:
-    """All objects of one namespace, in memory."""
+    """The objects of a namespace, in memory."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
@@ -44,14 +44,14 @@ class Objects:
         return self.version
 
     def changed(self, kind: str, pod: dict[str, Any]) -> None:
-        """Note a change of a pod: ADDED, MODIFIED or DELETED."""
+        """Record a change of a pod: ADDED, MODIFIED or DELETED."""
         pod["metadata"]["resourceVersion"] = str(self.next_version())
         self._history.append((self.version, kind, copy.deepcopy(pod)))
         self._changed.set()
         self._changed = asyncio.Event()
 
     def forget_history(self) -> None:
-        """As etcd does when it compacts: watches from an earlier version are outdated."""
+        """Delete the history like a compaction of etcd: watches from an earlier version expire."""
         self._history.clear()
         self._forgotten = self.next_version()
 
@@ -59,12 +59,12 @@ class Objects:
         return [copy.deepcopy(pod) for pod in self.pods.values() if matches(pod, selector)]
 
     def job_of(self, pod: dict[str, Any]) -> dict[str, Any] | None:
-        """The Job that has made the pod, if it is still there."""
+        """Return the Job that created the pod, if it still exists."""
         uid = pod["metadata"]["labels"][CONTROLLER]
         return next((job for job in self.jobs.values() if job["metadata"]["uid"] == uid), None)
 
     async def watch(self, selector: str, since: int, seconds: float) -> AsyncIterator[dict[str, Any]]:
-        """Events of matching pods, from the one after `since`; a refusal as the last one if that is forgotten."""
+        """Yield events of matching pods after version `since`; end with an error if that version was compacted."""
         until = asyncio.get_running_loop().time() + seconds
         while True:
             if since < self._forgotten:

@@ -1,4 +1,4 @@
-"""Running scripts on the stand-in, for the tests of the runner."""
+"""Run scripts on the fake cluster, for the tests of the runner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def settings_of(cluster: KubernetesStandIn, **kubernetes: object) -> PlatformSec
 
 @asynccontextmanager
 async def runner_on(cluster: KubernetesStandIn, **kubernetes: object) -> AsyncIterator[KubernetesRunner]:
-    """A runner with settings of its own under `[platform.kubernetes]`."""
+    """Open a runner with additional settings in `[platform.kubernetes]`."""
     async with kubernetes_runner(settings_of(cluster, **kubernetes)) as runner:
         yield runner
 
@@ -42,7 +42,7 @@ async def run(runner: KubernetesRunner, script: str, *, stop: asyncio.Event | No
 
 
 class Gate:
-    """A script that notes its begin and end in a journal, and waits between them for us."""
+    """A script that writes its start and end to a journal, and waits in between until `open` is called."""
 
     def __init__(self, folder: Path) -> None:
         self._journal, self._open = folder / "journal", folder / "open"

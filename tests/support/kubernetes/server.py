@@ -1,7 +1,7 @@
-"""`KubernetesStandIn`: the stand-in as an HTTP server on a loopback port, and how to make it misbehave.
+"""`KubernetesStandIn`: the fake API server on a loopback port, with injectable faults.
 
 async with KubernetesStandIn(tmp_path) as cluster:
-    cluster.kubeconfig           # a file that leads to it
+    cluster.kubeconfig           # a kubeconfig file for it
     cluster.refuse("create", "jobs", 503, times=3)
     ...
     assert cluster.made == ["exec-1"]
@@ -44,18 +44,18 @@ _USER: Final = "system:serviceaccount:executions:k8s-worker"
 
 @dataclass
 class Fault:
-    """What happens to the next requests of a kind."""
+    """A fault for the next requests of a kind."""
 
     verb: str
     resource: str
     times: int
     happens: Callable[[web.Request], Any]
     afterwards: bool = False
-    """The request is executed, and its answer is lost."""
+    """Whether the request is executed first, so that only its answer is lost."""
 
 
 class KubernetesStandIn:
-    """One namespace of a cluster that there is not."""
+    """A namespace of a fake cluster."""
 
     def __init__(self, folder: Path, tls: ssl.SSLContext | None = None) -> None:
         self.objects = Objects()
@@ -66,9 +66,9 @@ class KubernetesStandIn:
         self.requests: list[tuple[str, str]] = []
         """(verb, resource) of every request so far."""
         self.deletions: list[tuple[str, str]] = []
-        """(name, policy) of every Job that was deleted on request."""
+        """(name, policy) of every deleted Job."""
         self.made: list[str] = []
-        """Names of the Jobs that were made, in order."""
+        """Names of the created Jobs, in order."""
         self.kubeconfig = folder / "kubeconfig"
         self.faults: list[Fault] = []
         self._tls = tls
@@ -78,7 +78,7 @@ class KubernetesStandIn:
 
     def refuse(self, verb: str, resource: str, code: int, *, times: int = 1, retry_after: int | None = None) -> None:
         """Answer the next requests of that kind with an error."""
-        refusal = RefusalError(code, "Refused", "the stand-in was told to", retry_after)
+        refusal = RefusalError(code, "Refused", "refused by the test", retry_after)
 
         async def happens(request: web.Request) -> web.StreamResponse:
             return refusal.response()
@@ -90,22 +90,22 @@ class KubernetesStandIn:
         self.faults.append(Fault(verb, resource, times, _drop, afterwards))
 
     def keep_waiting(self, verb: str, resource: str, *, times: int = 1) -> None:
-        """Take the next requests of that kind, and never answer."""
+        """Accept the next requests of that kind, and never answer them."""
 
         async def happens(request: web.Request) -> web.StreamResponse:
             await asyncio.Event().wait()
-            raise AssertionError("nobody sets it")
+            raise AssertionError("unreachable: the event is never set")
 
         self.faults.append(Fault(verb, resource, times, happens))
 
     def break_watches(self) -> int:
-        """Close the connections of all watches; how many there were."""
+        """Close the connections of all watches, and return their number."""
         for transport in (broken := list(self._watches)):
             transport.abort()
         return len(broken)
 
     def pod(self) -> dict[str, Any]:
-        """The one pod that there is."""
+        """Return the only pod."""
         (pod,) = self.objects.pods.values()
         return pod
 
@@ -158,7 +158,7 @@ class KubernetesStandIn:
         await self.controller.close()
         await accept_no_more([self._listening])
         await self._runner.cleanup()
-        # The API's clients are patient with errors of the server: without this nobody would hear of ours.
+        # Clients retry errors of the server, so bugs of this fake would go unnoticed without this check.
         assert self._bugs == []
 
     def _route(self, verb: str, resource: str, answer: Any) -> Any:
@@ -233,7 +233,7 @@ class KubernetesStandIn:
         uid = options.get("preconditions", {}).get("uid", job["metadata"]["uid"])
         if uid != job["metadata"]["uid"]:
             raise RefusalError(409, "Conflict", "the UID in the precondition does not match the UID in record")
-        # batch/v1 leaves pods behind unless it is told not to.
+        # batch/v1 orphans pods by default.
         policy = request.query.get("propagationPolicy") or options.get("propagationPolicy", "Orphan")
         self.deletions.append((job["metadata"]["name"], policy))
         self.controller.delete(job, policy)
@@ -257,7 +257,7 @@ class KubernetesStandIn:
         assert isinstance(transport, asyncio.WriteTransport)
         self._watches.add(transport)
         try:
-            with suppress(ConnectionError):  # the client has gone, or we have cut it off
+            with suppress(ConnectionError):  # closed by the client or by `break_watches`
                 async for event in self._events(selector, since, seconds):
                     await response.write(json.dumps(event).encode() + b"\n")
         finally:
@@ -277,7 +277,7 @@ class KubernetesStandIn:
         return web.Response(body=log[: int(request.query.get("limitBytes", len(log) or 1))], content_type="text/plain")
 
     async def _refuse_unknown(self, request: web.Request) -> web.Response:
-        raise AssertionError("nobody has a right to this, so nobody gets here")
+        raise AssertionError("unreachable: no role allows this request")
 
     def _job(self, request: web.Request) -> dict[str, Any]:
         name = request.match_info["name"]

@@ -12,7 +12,7 @@ import pytest
 from tests.packaging.repository import ROOT
 from tests.support import browser, mariadb, prometheus, skips
 
-KUBECTL = "tests/packaging/test_deploy_kubernetes.py::test_kubectl_renders_the_overlay_and_kubernetes_would_take_it"
+KUBECTL = "tests/packaging/test_deploy_kubernetes.py::test_kubectl_renders_the_overlay_to_valid_manifests"
 
 
 def test_a_table_counts_tests_by_reason_and_names_the_command() -> None:
