@@ -9,10 +9,10 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from benchmarks import transactions
-from benchmarks.__main__ import kept
+from benchmarks.__main__ import previous_results
 from benchmarks.cost_tables import STAGES as TOLD_STAGES
 from benchmarks.costs import STAGES
-from benchmarks.deployments import foretold, known_costs
+from benchmarks.deployments import known_costs, predicted_rate
 from benchmarks.flames import flame_graph
 from benchmarks.machine import machine
 from benchmarks.profiled import GRAPH, stacks
@@ -77,8 +77,8 @@ def test_numbers_of_another_machine_are_not_added_to(tmp_path: Path) -> None:
     file.write_text(json.dumps({"machine.cpu": "another", "growth_2m": 1.0}), encoding="utf-8")
 
     with pytest.raises(SystemExit, match=r"machine\.cpu 'another', here 'this'"):
-        kept(file, {"machine.cpu": "this"})
-    assert kept(file, {"machine.cpu": "another"})["growth_2m"] == 1.0
+        previous_results(file, {"machine.cpu": "this"})
+    assert previous_results(file, {"machine.cpu": "another"})["growth_2m"] == 1.0
 
 
 def test_without_costs_nothing_is_foretold_and_it_is_told_what_to_run() -> None:
@@ -97,7 +97,7 @@ def test_of_whoever_writes_a_transaction_it_is_told_what_he_promises() -> None:
 
 
 def test_nobody_takes_part_of_whom_is_not_told_what_he_promises() -> None:
-    with pytest.raises(ValueError, match="does not say what somebody promise"):
+    with pytest.raises(ValueError, match="GUARANTEES has no entry for somebody"):
         Comparison("here", {"somebody": AsyncMock()}, {})
 
 
@@ -110,20 +110,22 @@ class Placing:
 
 @pytest.mark.parametrize("second", [transactions.RECEIPT, transactions.RefusedError("known")])
 async def test_who_answers_as_before_or_refuses_blocks_what_comes_twice(second: object) -> None:
-    await transactions.blocks_twice(Placing(second), "order")
+    await transactions.check_duplicate_is_blocked(Placing(second), "order")
 
 
 @pytest.mark.parametrize("second", [None, AssertionError("a row of this name is there")])
 async def test_who_does_neither_does_not_block_it(second: object) -> None:
     with pytest.raises(AssertionError):
-        await transactions.blocks_twice(Placing(second), "order")
+        await transactions.check_duplicate_is_blocked(Placing(second), "order")
 
 
 def test_with_one_figure_only_who_makes_it_takes_part_and_with_a_question_everybody() -> None:
     everybody = dict.fromkeys(transactions.contestants(*[Mock()] * 4), AsyncMock())
     comparison = Comparison("inbox", everybody, transactions.FIGURES)
 
-    one, whole = (Options(only=frozenset({name})).of("transactions") for name in ("sql_inbox", "transactions"))
+    one, whole = (
+        Options(only=frozenset({name})).for_benchmark("transactions") for name in ("sql_inbox", "transactions")
+    )
 
     assert comparison.chosen(one)[0].keys() == {"guarded_core", "bare"}
     assert comparison.chosen(whole) == (everybody, transactions.FIGURES)
@@ -139,10 +141,10 @@ def test_every_stage_is_told_and_stands_in_the_results_by_five_rounds_or_more() 
 def test_two_workers_are_foretold_twice_the_rate_of_one_until_something_is_full() -> None:
     costs = {"cost.whole_us": 100.0, "cost.redis_us": 20.0, "cost.broker_us": 5.0}
 
-    assert foretold(costs, 1, 8) == 10_000
-    assert foretold(costs, 2, 8) == 20_000
-    assert foretold(costs, 8, 16) == 50_000  # Redis has one processor
-    assert foretold(costs, 2, 2) == 16_000  # all share two
+    assert predicted_rate(costs, 1, 8) == 10_000
+    assert predicted_rate(costs, 2, 8) == 20_000
+    assert predicted_rate(costs, 8, 16) == 50_000  # Redis has one processor
+    assert predicted_rate(costs, 2, 2) == 16_000  # all share two
 
 
 def test_the_flame_graph_is_small_and_tells_nothing_of_the_machine_it_was_made_on() -> None:
