@@ -1,1 +1,1 @@
-"""What the stores cost, measured beside the driver alone: `make bench`, see `benchmarks/README.md`."""
+"""Benchmarks of the library, compared with the alternatives: `make bench`, see `benchmarks/README.md`."""

@@ -1,4 +1,4 @@
-"""Ask every question but that of the stores: `python -m benchmarks`, see `benchmarks/README.md`."""
+"""Run all benchmarks except those of the stores: `python -m benchmarks`, see `benchmarks/README.md`."""
 
 from __future__ import annotations
 
@@ -14,56 +14,58 @@ import uvloop
 
 from benchmarks.machine import machine
 from benchmarks.measuring import Flat
-from benchmarks.questions import KEYS, QUESTIONS, Question
-from benchmarks.rounds import Options, Tell, at_least_one
+from benchmarks.questions import BENCHMARKS, KEYS, Benchmark
+from benchmarks.rounds import Options, Progress, at_least_one
 from integr8s_idem.cli.garbage_collection import collect_rarely
 
 
-def asked(options: Options, file: Path | None) -> Flat:
-    """Ask what `options` want, and save after each question: a run that is cut off has not been for nothing."""
+def run_benchmarks(options: Options, file: Path | None) -> Flat:
+    """Run the selected benchmarks. Results are saved after each one, so that an interrupted run keeps them."""
     start = time.perf_counter()
-    found = machine()
-    # What is measured in part keeps the rest of its numbers; a whole run keeps nothing old.
-    before = kept(file, found) if file and file.exists() and options.only else {}
-    for name, question in QUESTIONS.items():
-        if not options.wants(name, *question.keys):
+    results = machine()
+    # A partial run keeps the other numbers in the file; a complete run replaces them all.
+    previous = previous_results(file, results) if file and file.exists() and options.only else {}
+    for name, benchmark in BENCHMARKS.items():
+        if not options.wants(name, *benchmark.keys):
             continue
 
-        def tell(line: str, name: str = name) -> None:
+        def progress(line: str, name: str = name) -> None:
             print(f"{time.perf_counter() - start:6.1f} s  {name}: {line}", file=sys.stderr, flush=True)
 
-        tell("starting")
-        found |= {f"{name}.rounds": options.rounds, f"{name}.turn_seconds": options.seconds}
-        found |= uvloop.run(_answer(question, replace(options.of(name), known={**before, **found}), tell))
-        found |= {f"{name}.measured_at": datetime.now(UTC).isoformat(timespec="minutes")}
+        progress("starting")
+        results |= {f"{name}.rounds": options.rounds, f"{name}.turn_seconds": options.seconds}
+        results |= uvloop.run(
+            _run(benchmark, replace(options.for_benchmark(name), known={**previous, **results}), progress)
+        )
+        results |= {f"{name}.measured_at": datetime.now(UTC).isoformat(timespec="minutes")}
         if file is not None:
-            file.write_text(_sorted({**before, **found}), encoding="utf-8")
-    return found
+            file.write_text(_sorted({**previous, **results}), encoding="utf-8")
+    return results
 
 
-def kept(file: Path, here: Flat) -> Flat:
-    """The numbers in `file`, which were found with what is here.
+def previous_results(file: Path, environment: Flat) -> Flat:
+    """Read the numbers in `file`, which must come from the same machine and versions.
 
     Raises:
-        SystemExit: They were not: beside each other such numbers would tell of no machine at all.
+        SystemExit: `file` was written on another machine or with other versions, so its numbers are not comparable.
     """
-    before: Flat = json.loads(file.read_text(encoding="utf-8"))
-    if other := [f"{name} {before.get(name)!r}, here {value!r}" for name, value in here.items()
-                 if before.get(name) != value]:  # fmt: skip
+    previous: Flat = json.loads(file.read_text(encoding="utf-8"))
+    if differences := [f"{name} {previous.get(name)!r}, here {value!r}" for name, value in environment.items()
+                 if previous.get(name) != value]:  # fmt: skip
         raise SystemExit(
-            f"{file} was written elsewhere or with other versions: {'; '.join(other)}. "
-            "Give another file to --json, or measure everything anew, without --only."
+            f"{file} was written on another machine or with other versions: {'; '.join(differences)}. "
+            "Pass another file to --json, or run all benchmarks again, without --only."
         )
-    return before
+    return previous
 
 
-async def _answer(question: Question, options: Options, tell: Tell) -> Flat:
-    collect_rarely()  # as a worker does, and for everybody who takes part
-    return await question.measured(options, tell)
+async def _run(benchmark: Benchmark, options: Options, progress: Progress) -> Flat:
+    collect_rarely()  # as in a worker, for all contestants
+    return await benchmark.measure(options, progress)
 
 
-def _sorted(found: Flat) -> str:
-    return json.dumps(dict(sorted(found.items())), indent=1) + "\n"
+def _sorted(results: Flat) -> str:
+    return json.dumps(dict(sorted(results.items())), indent=1) + "\n"
 
 
 def main() -> None:
@@ -72,17 +74,19 @@ def main() -> None:
         "--only",
         action="append",
         metavar="KEY",
-        choices=(*QUESTIONS, *KEYS),
-        help="only this figure, or all of this question with whoever takes part; can be given again.  "
-        f"Questions: {', '.join(QUESTIONS)}.  Figures: {', '.join(KEYS)}",
+        choices=(*BENCHMARKS, *KEYS),
+        help="run only this figure, or all figures and contestants of this benchmark; repeatable. "
+        f"Benchmarks: {', '.join(BENCHMARKS)}. Figures: {', '.join(KEYS)}",
     )
-    parser.add_argument("--rounds", type=at_least_one, default=7, help="that are counted (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
-    told = parser.parse_args()
-    found = asked(Options(told.rounds, told.seconds, frozenset(told.only or ())), told.json)
-    if told.json is None:
-        print(_sorted(found), end="")
+    parser.add_argument("--rounds", type=at_least_one, default=7, help="counted rounds (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each turn (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    arguments = parser.parse_args()
+    results = run_benchmarks(
+        Options(arguments.rounds, arguments.seconds, frozenset(arguments.only or ())), arguments.json
+    )
+    if arguments.json is None:
+        print(_sorted(results), end="")
 
 
 if __name__ == "__main__":

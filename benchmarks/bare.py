@@ -1,6 +1,6 @@
-"""Drivers alone, doing what a deduplication written by hand does: insert the key if it is new, then mark it as done.
+"""Drivers alone, as hand-written deduplication uses them: insert the key if it is new, then mark it as done.
 
-No lease, no token, no fence: a crash between the two writes blocks the key, and whoever comes late overwrites.
+Without lease, token and fence, a crash between the two writes blocks the key, and a late writer overwrites the result.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, Final
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.contestants import LEASE, RESULT, must
+from benchmarks.contestants import LEASE, RESULT, ensure
 from integr8s_idem.stores.sql import writing
 
 _SECONDS: Final = int(LEASE.total_seconds())
 _HELD, _DONE = b"processing", b"done:" + RESULT
-_AT_ONCE: Final = 32
-"""Requests of a batch in DynamoDB: as many as the store sends."""
+_CONCURRENCY: Final = 32
+"""Concurrent DynamoDB requests of one batch, as many as the store sends."""
 
 TABLES: Final = {
     "postgresql": "CREATE TABLE bare (key varchar(255) PRIMARY KEY, status smallint NOT NULL, result bytea)",
@@ -28,7 +28,7 @@ TABLES: Final = {
 
 
 class BareRedis:
-    """redis-py: SET NX EX, then SET XX KEEPTTL; with `wait`, WAIT behind each write in the same round trip."""
+    """redis-py: SET NX EX, then SET XX KEEPTTL; with `wait`, WAIT after each write in the same round trip."""
 
     def __init__(self, client: Any, *, wait: bool = False) -> None:
         self._client = client
@@ -38,28 +38,28 @@ class BareRedis:
         if self._wait:
             await self.batch([key])
             return
-        must(await self._client.set(key, _HELD, nx=True, ex=_SECONDS), key)
-        must(await self._client.set(key, _DONE, xx=True, keepttl=True), key)
+        ensure(await self._client.set(key, _HELD, nx=True, ex=_SECONDS), key)
+        ensure(await self._client.set(key, _DONE, xx=True, keepttl=True), key)
 
     async def batch(self, keys: Sequence[str]) -> None:
-        await self._together([(key, _HELD, {"nx": True, "ex": _SECONDS}) for key in keys])
-        await self._together([(key, _DONE, {"xx": True, "keepttl": True}) for key in keys])
+        await self._pipeline([(key, _HELD, {"nx": True, "ex": _SECONDS}) for key in keys])
+        await self._pipeline([(key, _DONE, {"xx": True, "keepttl": True}) for key in keys])
 
-    async def _together(self, sets: Sequence[tuple[str, bytes, dict[str, Any]]]) -> None:
+    async def _pipeline(self, sets: Sequence[tuple[str, bytes, dict[str, Any]]]) -> None:
         pipeline = self._client.pipeline(**self._options)
-        for key, value, how in sets:
-            pipeline.set(key, value, **how)
+        for key, value, options in sets:
+            pipeline.set(key, value, **options)
         if self._wait:
             pipeline.execute_command("WAIT", 1, 10_000)
-        must(all(await pipeline.execute()), "not all were new")
+        ensure(all(await pipeline.execute()), "some keys were not new")
 
-    _options: dict[str, Any] = {"transaction": False}  # noqa: RUF012  # never changed
+    _options: dict[str, Any] = {"transaction": False}  # noqa: RUF012  # never mutated
 
 
 class BareRedisCluster(BareRedis):
-    """redis-py's RedisCluster, the same."""
+    """The same commands on redis-py's RedisCluster."""
 
-    _options: dict[str, Any] = {}  # noqa: RUF012  # never changed
+    _options: dict[str, Any] = {}  # noqa: RUF012  # never mutated
 
 
 class BareAsyncpg:
@@ -69,17 +69,17 @@ class BareAsyncpg:
         self._pool = pool
 
     async def pair(self, key: str) -> None:
-        said = await self._pool.execute("INSERT INTO bare VALUES ($1, 1, NULL) ON CONFLICT DO NOTHING", key)
-        must(said == "INSERT 0 1", said)
-        said = await self._pool.execute("UPDATE bare SET status = 2, result = $2 WHERE key = $1", key, RESULT)
-        must(said == "UPDATE 1", said)
+        status = await self._pool.execute("INSERT INTO bare VALUES ($1, 1, NULL) ON CONFLICT DO NOTHING", key)
+        ensure(status == "INSERT 0 1", status)
+        status = await self._pool.execute("UPDATE bare SET status = 2, result = $2 WHERE key = $1", key, RESULT)
+        ensure(status == "UPDATE 1", status)
 
     async def batch(self, keys: Sequence[str]) -> None:
         insert = "INSERT INTO bare SELECT unnest($1::text[]), 1, NULL ON CONFLICT DO NOTHING"
-        said = await self._pool.execute(insert, keys)
-        must(said == f"INSERT 0 {len(keys)}", said)
-        said = await self._pool.execute("UPDATE bare SET status = 2, result = $2 WHERE key = ANY($1)", keys, RESULT)
-        must(said == f"UPDATE {len(keys)}", said)
+        status = await self._pool.execute(insert, keys)
+        ensure(status == f"INSERT 0 {len(keys)}", status)
+        status = await self._pool.execute("UPDATE bare SET status = 2, result = $2 WHERE key = ANY($1)", keys, RESULT)
+        ensure(status == f"UPDATE {len(keys)}", status)
 
 
 class BareAiomysql:
@@ -92,65 +92,71 @@ class BareAiomysql:
         await self.batch([key])
 
     async def batch(self, keys: Sequence[str]) -> None:
-        row, name = ", ".join(["(%s, 1, NULL)"] * len(keys)), ", ".join(["%s"] * len(keys))
-        await self._one(f"INSERT IGNORE INTO bare VALUES {row}", [*keys], len(keys))
-        await self._one(f"UPDATE bare SET status = 2, result = %s WHERE `key` IN ({name})", [RESULT, *keys], len(keys))
+        rows, names = ", ".join(["(%s, 1, NULL)"] * len(keys)), ", ".join(["%s"] * len(keys))
+        await self._execute(f"INSERT IGNORE INTO bare VALUES {rows}", [*keys], len(keys))
+        await self._execute(
+            f"UPDATE bare SET status = 2, result = %s WHERE `key` IN ({names})", [RESULT, *keys], len(keys)
+        )
 
-    async def _one(self, statement: str, told: Sequence[Any], rows: int) -> None:
+    async def _execute(self, statement: str, parameters: Sequence[Any], rows: int) -> None:
         async with self._pool.acquire() as connection, connection.cursor() as cursor:
-            must(await cursor.execute(statement, told) == rows, statement)
+            ensure(await cursor.execute(statement, parameters) == rows, statement)
 
 
 class BareAiosqlite:
-    """aiosqlite with one connection, autocommit: each statement is a transaction; a batch is two."""
+    """aiosqlite with one connection, autocommit: each statement is a transaction; a batch is two transactions."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def pair(self, key: str) -> None:
-        await self._one("INSERT INTO bare VALUES (?, 1, NULL) ON CONFLICT DO NOTHING", (key,))
-        await self._one("UPDATE bare SET status = 2, result = ? WHERE key = ?", (RESULT, key))
+        await self._execute("INSERT INTO bare VALUES (?, 1, NULL) ON CONFLICT DO NOTHING", (key,))
+        await self._execute("UPDATE bare SET status = 2, result = ? WHERE key = ?", (RESULT, key))
 
-    async def _one(self, statement: str, told: tuple[Any, ...]) -> None:
-        cursor = await self._connection.execute(statement, told)
-        must(cursor.rowcount == 1, statement)
+    async def _execute(self, statement: str, parameters: tuple[Any, ...]) -> None:
+        cursor = await self._connection.execute(statement, parameters)
+        ensure(cursor.rowcount == 1, statement)
         await cursor.close()
 
     async def batch(self, keys: Sequence[str]) -> None:
-        await self._all("INSERT INTO bare VALUES (?, 1, NULL) ON CONFLICT DO NOTHING", [(key,) for key in keys])
-        await self._all("UPDATE bare SET status = 2, result = ? WHERE key = ?", [(RESULT, key) for key in keys])
+        await self._execute_many(
+            "INSERT INTO bare VALUES (?, 1, NULL) ON CONFLICT DO NOTHING", [(key,) for key in keys]
+        )
+        await self._execute_many(
+            "UPDATE bare SET status = 2, result = ? WHERE key = ?", [(RESULT, key) for key in keys]
+        )
 
-    async def _all(self, statement: str, told: Sequence[tuple[Any, ...]]) -> None:
-        async with self._turn:
+    async def _execute_many(self, statement: str, parameters: Sequence[tuple[Any, ...]]) -> None:
+        async with self._lock:
             await self._connection.execute("BEGIN IMMEDIATE")
-            cursor = await self._connection.executemany(statement, told)
-            must(cursor.rowcount == len(told), statement)
+            cursor = await self._connection.executemany(statement, parameters)
+            ensure(cursor.rowcount == len(parameters), statement)
             await self._connection.execute("COMMIT")
 
 
 class BareSqlalchemy:
-    """SQLAlchemy Core on the engine of the store, as an application would write it: each statement in a transaction."""
+    """SQLAlchemy Core on the store's engine, as an application would write it: each statement is a transaction."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        ignore, rest = (
+        ignore, on_conflict = (
             ("IGNORE ", "") if engine.dialect.name in {"mysql", "mariadb"} else ("", " ON CONFLICT DO NOTHING")
         )
-        key = "`key`" if ignore else "key"
-        self._insert = text(f"INSERT {ignore}INTO bare VALUES (:of, 1, NULL){rest}")
-        self._update = text(f"UPDATE bare SET status = 2, result = :result WHERE {key} = :of")
+        column = "`key`" if ignore else "key"
+        self._insert = text(f"INSERT {ignore}INTO bare VALUES (:key, 1, NULL){on_conflict}")
+        self._update = text(f"UPDATE bare SET status = 2, result = :result WHERE {column} = :key")
 
     async def pair(self, key: str) -> None:
-        for statement, told in ((self._insert, {"of": key}), (self._update, {"of": key, "result": RESULT})):
+        for statement, parameters in ((self._insert, {"key": key}), (self._update, {"key": key, "result": RESULT})):
             async with writing(self._engine) as connection:
-                must((await connection.execute(statement, told)).rowcount == 1, key)
+                ensure((await connection.execute(statement, parameters)).rowcount == 1, key)
 
     async def batch(self, keys: Sequence[str]) -> None:
         async with writing(self._engine) as connection:
-            await connection.execute(self._insert, [{"of": key} for key in keys])
+            await connection.execute(self._insert, [{"key": key} for key in keys])
         async with writing(self._engine) as connection:
-            await connection.execute(self._update, [{"of": key, "result": RESULT} for key in keys])
+            await connection.execute(self._update, [{"key": key, "result": RESULT} for key in keys])
 
 
 class BareDynamodb:
@@ -176,10 +182,10 @@ class BareDynamodb:
         )
 
     async def batch(self, keys: Sequence[str]) -> None:
-        room = asyncio.Semaphore(_AT_ONCE)
+        slots = asyncio.Semaphore(_CONCURRENCY)
 
         async def one(key: str) -> None:
-            async with room:
+            async with slots:
                 await self.pair(key)
 
         await asyncio.gather(*map(one, keys))

@@ -1,4 +1,4 @@
-"""What does an event cost in a batch of 500, beside redis-py's pipelines of as many?"""
+"""What does an event cost in a batch of 500, compared with redis-py pipelines of the same size?"""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from benchmarks.bare import BareRedis
-from benchmarks.contestants import Store, must
+from benchmarks.contestants import Store, ensure
 from benchmarks.guards import RECEIPT
-from benchmarks.measuring import Flat, for_seconds
-from benchmarks.places import redis_place
-from benchmarks.rounds import Comparison, Measured, Options, Stopwatch, Tell, Turn, compared, fresh_keys
+from benchmarks.measuring import Flat, running_for
+from benchmarks.places import redis_environment
+from benchmarks.rounds import Comparison, Measured, Options, Progress, Stopwatch, Turn, compare, fresh_keys
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.records import Reserved
 
@@ -19,62 +19,65 @@ KEYS: Final = ("batch500_fresh",)
 BATCH: Final = 500
 
 
-class Batches(Protocol):
-    """Fails if a key of a batch is not new, or not completed."""
+class BatchContestant(Protocol):
+    """Reserves and completes batches of keys; fails if a key is not new."""
 
     async def batch(self, keys: Sequence[str]) -> None: ...
 
 
 class ManagerBatches:
-    """`acquire_batch` and `confirm_batch`: for those who have many pieces of work in hand."""
+    """`acquire_batch` and `confirm_batch` of the manager."""
 
     def __init__(self, manager: IdempotencyManager) -> None:
         self._manager = manager
 
     async def batch(self, keys: Sequence[str]) -> None:
         verdicts = await self._manager.acquire_batch(keys)
-        held = [verdict for verdict in verdicts.values() if isinstance(verdict, Reserved)]
-        must(len(held) == len(keys), f"{len(held)} of {len(keys)} were reserved")
-        done = await self._manager.confirm_batch(dict.fromkeys(held, RECEIPT))
-        must(all(done), "not all are done")
+        reserved = [verdict for verdict in verdicts.values() if isinstance(verdict, Reserved)]
+        ensure(len(reserved) == len(keys), f"{len(reserved)} of {len(keys)} were reserved")
+        completed = await self._manager.confirm_batch(dict.fromkeys(reserved, RECEIPT))
+        ensure(all(completed), "not all were completed")
 
 
-async def measured(options: Options, tell: Tell) -> Flat:
-    """Each figure of this question."""
-    async with redis_place() as place:
-        takers: dict[str, Batches] = {
-            "verbs": Store(await place.repository()),
-            "manager_batch": ManagerBatches(await place.manager("bench")),
-            "raw_pipeline": BareRedis(place.plain_client()),
+async def measure(options: Options, progress: Progress) -> Flat:
+    """Measure each figure of this benchmark."""
+    async with redis_environment() as env:
+        contestants: dict[str, BatchContestant] = {
+            "verbs": Store(await env.repository()),
+            "manager_batch": ManagerBatches(await env.manager("bench")),
+            "raw_pipeline": BareRedis(env.plain_client()),
         }
-        turns = {name: _turn(taker, f"idempotency:bench:order_placed:{name}") for name, taker in takers.items()}
-        told = await compared(
-            Comparison("batch500", turns, {"batch500_fresh": ("verbs", "raw_pipeline")}), options, tell
+        turns = {
+            name: _turn(contestant, f"idempotency:bench:order_placed:{name}")
+            for name, contestant in contestants.items()
+        }
+        results = await compare(
+            Comparison("batch500", turns, {"batch500_fresh": ("verbs", "raw_pipeline")}), options, progress
         )
-        return told | {"batches.server": place.version}
+        return results | {"batches.server": env.version}
 
 
-def _turn(taker: Batches, name: str) -> Turn:
+def _turn(contestant: BatchContestant, name: str) -> Turn:
     keys = fresh_keys(name)
 
     async def turn(seconds: float) -> Measured:
-        going, done = for_seconds(seconds), 0
+        running, done = running_for(seconds), 0
         watch = Stopwatch()
-        while going():
-            await taker.batch(list(itertools.islice(keys, BATCH)))
+        while running():
+            await contestant.batch(list(itertools.islice(keys, BATCH)))
             done += BATCH
-        found = watch.read(done)
-        await refuses_twice(taker, [next(keys)])
-        return found
+        measured = watch.read(done)
+        await check_duplicates_are_refused(contestant, [next(keys)])
+        return measured
 
     return turn
 
 
-async def refuses_twice(taker: Batches, keys: list[str]) -> None:
-    """Raises AssertionError: what is new is not taken, or what is done is taken again."""
-    await taker.batch(keys)
+async def check_duplicates_are_refused(contestant: BatchContestant, keys: list[str]) -> None:
+    """Raise AssertionError if new keys are refused, or completed keys are accepted again."""
+    await contestant.batch(keys)
     try:
-        await taker.batch(keys)
+        await contestant.batch(keys)
     except AssertionError:
         return
-    raise AssertionError(f"{type(taker).__name__} lets a duplicate through")
+    raise AssertionError(f"{type(contestant).__name__} lets a duplicate through")

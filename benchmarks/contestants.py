@@ -1,4 +1,4 @@
-"""Who takes part: each does one unit of work's two writes, reserve and complete, in its own way."""
+"""Contestants: each does the two writes of a unit of work, reserve and complete, in its own way."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ LEASE: Final = timedelta(seconds=30)
 RETENTION: Final = timedelta(seconds=900)
 TTL: Final = timedelta(seconds=3_600)
 RESULT: Final = b'{"receipt": "receipt-1"}'
-"""What a handler returns; all contestants keep it."""
+"""The result that a handler returns; all contestants store it."""
 
 
 class Contestant(Protocol):
-    """All keys that it is given are new; it fails if one is not."""
+    """Reserves and completes new keys; fails if a key is not new."""
 
     async def pair(self, key: str) -> None:
-        """Reserve, and complete."""
+        """Reserve and complete one key."""
         ...
 
     async def batch(self, keys: Sequence[str]) -> None:
-        """The same for many keys, as fast as its driver can do that."""
+        """Reserve and complete many keys, as fast as the driver can."""
         ...
 
 
 class Store:
-    """A store of this library, called as its Protocol says."""
+    """A store of this library, called through its Protocol."""
 
     def __init__(self, repository: IdempotencyRepository) -> None:
         self._repository = repository
@@ -41,16 +41,16 @@ class Store:
         await self.batch([key])
 
     async def batch(self, keys: Sequence[str]) -> None:
-        verdicts = await self._repository.reserve([_wish(key) for key in keys])
-        held = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
-        done = await self._repository.complete(
-            [Completion(reservation=one, ttl=TTL, result=StoredResult(RESULT)) for one in held]
+        verdicts = await self._repository.reserve([_request(key) for key in keys])
+        reserved = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+        completed = await self._repository.complete(
+            [Completion(reservation=reservation, ttl=TTL, result=StoredResult(RESULT)) for reservation in reserved]
         )
-        must(len(held) == len(keys) and all(done), "not all were reserved and completed")
+        ensure(len(reserved) == len(keys) and all(completed), "not all were reserved and completed")
 
 
 class Manager:
-    """The same store behind an `IdempotencyManager`, as a worker has it: calls of one moment go together."""
+    """The same store behind an `IdempotencyManager`, as in a worker: concurrent calls are combined."""
 
     def __init__(self, repository: IdempotencyRepository) -> None:
         config = IdempotencyConfig(default_ttl_seconds=TTL.total_seconds(), processing_timeout_seconds=30)
@@ -60,18 +60,18 @@ class Manager:
         await self._manager.run(key, _work)
 
     async def batch(self, keys: Sequence[str]) -> None:
-        raise NotImplementedError("a manager makes its batches itself")
+        raise NotImplementedError("the manager forms its batches itself")
 
 
 async def _work() -> dict[str, str]:
     return {"receipt": "receipt-1"}
 
 
-def _wish(key: str) -> ReserveRequest:
+def _request(key: str) -> ReserveRequest:
     return ReserveRequest(key=key, token=new_token(), lease=LEASE, retention=RETENTION, owner="bench")
 
 
-def must(held: object, otherwise: str) -> None:
-    """Raises AssertionError: a contestant that does not do its work is not measured."""
-    if not held:
-        raise AssertionError(otherwise)
+def ensure(condition: object, message: str) -> None:
+    """Raise AssertionError unless `condition`: a contestant that does not do its work is not measured."""
+    if not condition:
+        raise AssertionError(message)

@@ -1,29 +1,29 @@
-"""What events cost, and what follows for deployments: for `docs/explanation/speed.md` and the page on sizes."""
+"""Tables of costs and deployments, for `docs/explanation/speed.md` and `docs/how-to/size-a-deployment.md`."""
 
 from __future__ import annotations
 
 from math import ceil
 from typing import Final
 
-from benchmarks.markdown import Told, number, table
+from benchmarks.markdown import Results, number, table
 
 STAGES: Final = {
-    "fetch": "bytes of a fetch become records",
+    "fetch": "parsing fetched bytes into records",
     "decode": "strict JSON, the model, id and type",
-    "key": "key and fingerprint, by the event's id",
-    "reserve": "the request, its bytes, the verdict",
-    "dispatch": "lanes, waves, slots, offsets; lease, attempt, the call of the handler",
+    "key": "key and fingerprint, from the event's id",
+    "reserve": "building and encoding the request, decoding the verdict",
+    "dispatch": "lanes, batches, slots, offsets; lease, attempt, calling the handler",
     "handler": "the no-op itself",
-    "settle": "the outcome's bytes, the answer",
-    "commit": "one a second, shared by the events of that second",
+    "settle": "encoding the outcome, decoding the response",
+    "commit": "one per second, divided among the events of that second",
     "gc": "Python's garbage collector",
 }
 VARIANTS: Final = {
-    "telemetry": "metrics of every event, spans of every tenth",
-    "scoped": "Dishka's wiring, and a handler that takes something of a REQUEST scope",
+    "telemetry": "metrics for every event, spans for every tenth",
+    "scoped": "the Dishka integration, and a handler with a dependency in REQUEST scope",
     "result": "a result of 200 bytes",
     "duplicate": "a duplicate instead of a new event",
-    "own_thresholds": "the garbage collector looking as often as Python lets it, every 700 containers",
+    "own_thresholds": "the garbage collector with Python's default thresholds, a run every 700 net allocations",
 }
 KINDS: Final = {"": "new", "result_": "new, with a result of 200 bytes", "duplicate_": "duplicate"}
 
@@ -33,103 +33,103 @@ EXAMPLE_TTL: Final = 3_600
 EXAMPLE_CONCURRENCY: Final = 64
 TIMES: Final = "\N{MULTIPLICATION SIGN}"
 
-FULL: Final = 0.5
-"""Share of a processor that is planned with."""
+UTILIZATION: Final = 0.5
+"""Planned utilization of a processor."""
 
 
-def cost_tables(told: Told) -> dict[str, str]:
-    """By the name of their marks."""
+def cost_tables(results: Results) -> dict[str, str]:
+    """Format the costs, by the names of their markers."""
     return {
-        "costs": _stages(told),
+        "costs": _stages(results),
         "cost-variants": table(
-            ["and with", "µs more, or less", "µs an event"],
-            [[words, _cost(told, f"{name}_more"), _cost(told, f"{name}_whole")] for name, words in VARIANTS.items()
-             if f"cost.{name}_more_us" in told],
+            ["variant", "µs difference", "µs per event"],
+            [[text, _cost(results, f"{name}_more"), _cost(results, f"{name}_whole")] for name, text in VARIANTS.items()
+             if f"cost.{name}_more_us" in results],
         ),
         "cost-servers": table(
             ["event", "worker", "Redis", "Kafka", "bytes to Redis", "bytes from Redis"],
             [
-                [words, *(f"{_cost(told, f'{kind}{name}')} µs" for name in ("whole", "redis", "broker")),
-                 *(number(told[f"cost.{kind}redis_{way}_bytes"]) for way in ("in", "out"))]
-                for kind, words in KINDS.items()
+                [text, *(f"{_cost(results, f'{kind}{name}')} µs" for name in ("whole", "redis", "broker")),
+                 *(number(results[f"cost.{kind}redis_{way}_bytes"]) for way in ("in", "out"))]
+                for kind, text in KINDS.items()
             ],
         ),
-        "cost-memory": _memory(told),
-        "sizing-example": _example(told),
-        "deployments": _deployments(told),
+        "cost-memory": _memory(results),
+        "sizing-example": _example(results),
+        "deployments": _deployments(results),
     }  # fmt: skip
 
 
-def _cost(told: Told, name: str) -> str:
-    """The median, and the rounds it is of."""
-    middle, least, most = (_signed(told[f"cost.{name}_us{which}"]) for which in ("", ".min", ".max"))
-    return f"**{middle}** ({least}..{most})"
+def _cost(results: Results, name: str) -> str:
+    """Format the median of a cost, with the minimum and maximum of the rounds."""
+    middle, minimum, maximum = (_signed(results[f"cost.{name}_us{which}"]) for which in ("", ".min", ".max"))
+    return f"**{middle}** ({minimum}..{maximum})"
 
 
 def _signed(value: float) -> str:
     return number(value) if value >= 0 else f"-{number(-value)}"
 
 
-def _stages(told: Told) -> str:
-    rows = [[name, words, _cost(told, name), f"{_part(told, name):.0%}"] for name, words in STAGES.items()]
+def _stages(results: Results) -> str:
+    rows = [[name, text, _cost(results, name), f"{_share(results, name):.0%}"] for name, text in STAGES.items()]
     rows += [
-        ["sum", "", _cost(told, "sum"), ""],
-        ["whole service", "the same events through a worker", _cost(told, "whole"), ""],
-        ["residue", "whole less sum, round by round", _cost(told, "residue"), ""],
+        ["sum", "", _cost(results, "sum"), ""],
+        ["whole service", "the same events in a worker", _cost(results, "whole"), ""],
+        ["residue", "whole minus sum, round by round", _cost(results, "residue"), ""],
     ]
-    return table(["stage", "is", "µs of CPU an event", "of the sum"], rows, words=2)
+    return table(["stage", "work", "µs of CPU per event", "share of the sum"], rows, text_columns=2)
 
 
-def _part(told: Told, name: str) -> float:
-    return float(told[f"cost.{name}_us"] / sum(told[f"cost.{each}_us"] for each in STAGES))
+def _share(results: Results, name: str) -> float:
+    return float(results[f"cost.{name}_us"] / sum(results[f"cost.{each}_us"] for each in STAGES))
 
 
-def _memory(told: Told) -> str:
-    key, tables = told["cost.key_bytes"], told["cost.table_bytes"]
+def _memory(results: Results) -> str:
+    key, tables = results["cost.key_bytes"], results["cost.table_bytes"]
     rows = [
-        [words, f"{told[f'cost.{name}']:.0f}", f"{told[f'cost.{name}'] + tables:.0f}"]
-        for name, words in (("record_bytes", "no result"), ("result_record_bytes", "a result of 200 bytes"))
+        [text, f"{results[f'cost.{name}']:.0f}", f"{results[f'cost.{name}'] + tables:.0f}"]
+        for name, text in (("record_bytes", "no result"), ("result_record_bytes", "a result of 200 bytes"))
     ]
-    return table([f"record, key of {key:.0f} bytes", "`MEMORY USAGE`", "with the server's tables"], rows)
+    return table([f"record, key of {key:.0f} bytes", "`MEMORY USAGE`", "including the server's tables"], rows)
 
 
-def _example(told: Told) -> str:
-    worker, redis = told["cost.telemetry_whole_us"], told["cost.redis_us"]
-    kept = told["cost.record_bytes"] + told["cost.table_bytes"]
-    network = told["cost.redis_in_bytes"] + told["cost.redis_out_bytes"]
-    by_cpu = EXAMPLE_RATE * worker / 1e6 / FULL
+def _example(results: Results) -> str:
+    worker, redis = results["cost.telemetry_whole_us"], results["cost.redis_us"]
+    bytes_per_record = results["cost.record_bytes"] + results["cost.table_bytes"]
+    network = results["cost.redis_in_bytes"] + results["cost.redis_out_bytes"]
+    by_cpu = EXAMPLE_RATE * worker / 1e6 / UTILIZATION
     running = EXAMPLE_RATE * EXAMPLE_HANDLER_MS / 1000
-    shards = EXAMPLE_RATE * redis / 1e6 / FULL
+    shards = EXAMPLE_RATE * redis / 1e6 / UTILIZATION
     rate = f"{EXAMPLE_RATE:,}".replace(",", " ")
     workers = max(ceil(by_cpu), ceil(running / EXAMPLE_CONCURRENCY))
     rows = [
-        ["workers by CPU", f"{rate} {TIMES} {worker:.0f} µs ÷ {FULL}", f"{by_cpu:.1f} → **{ceil(by_cpu)}**"],
-        ["handlers at once", f"{rate} {TIMES} {EXAMPLE_HANDLER_MS} ms", f"**{running:.0f}**"],
-        ["workers by handlers", f"{running:.0f} ÷ {EXAMPLE_CONCURRENCY}",
+        ["workers by CPU", f"{rate} {TIMES} {worker:.0f} µs ÷ {UTILIZATION}", f"{by_cpu:.1f} → **{ceil(by_cpu)}**"],
+        ["concurrent handlers", f"{rate} {TIMES} {EXAMPLE_HANDLER_MS} ms", f"**{running:.0f}**"],
+        ["workers by concurrency", f"{running:.0f} ÷ {EXAMPLE_CONCURRENCY}",
          f"{running / EXAMPLE_CONCURRENCY:.1f} → **{ceil(running / EXAMPLE_CONCURRENCY)}**"],
-        ["Redis primaries", f"{rate} {TIMES} {redis:.0f} µs ÷ {FULL}", f"{shards:.1f} → **{ceil(shards)}**"],
-        ["memory of Redis", f"{rate} {TIMES} {EXAMPLE_TTL} s {TIMES} {kept:.0f} bytes",
-         f"**{EXAMPLE_RATE * EXAMPLE_TTL * kept / 1e9:.1f} GB**"],
-        ["network of Redis", f"{rate} {TIMES} {network:.0f} bytes", f"**{EXAMPLE_RATE * network / 1e6:.1f} MB/s**"],
+        ["Redis primaries", f"{rate} {TIMES} {redis:.0f} µs ÷ {UTILIZATION}", f"{shards:.1f} → **{ceil(shards)}**"],
+        ["Redis memory", f"{rate} {TIMES} {EXAMPLE_TTL} s {TIMES} {bytes_per_record:.0f} bytes",
+         f"**{EXAMPLE_RATE * EXAMPLE_TTL * bytes_per_record / 1e9:.1f} GB**"],
+        ["Redis network", f"{rate} {TIMES} {network:.0f} bytes", f"**{EXAMPLE_RATE * network / 1e6:.1f} MB/s**"],
         ["partitions, `ordering = \"none\"` or `\"key\"`", "at least as many as workers", f"**{workers}** or more"],
-        ["partitions, `ordering = \"partition\"`", "as many as handlers at once", f"**{running:.0f}** or more"],
+        ["partitions, `ordering = \"partition\"`", "as many as concurrent handlers", f"**{running:.0f}** or more"],
     ]  # fmt: skip
-    return table(["what", "formula", "comes to"], rows, words=2)
+    return table(["resource", "formula", "result"], rows, text_columns=2)
 
 
-def _deployments(told: Told) -> str:
+def _deployments(results: Results) -> str:
     rows = []
     for workers in (1, 2):
         name = f"deployment.{workers}"
-        rate = number(told[f"{name}.foretold"])
+        rate = number(results[f"{name}.foretold"])
         rows.append(
-            [workers, rate, _spread(told, f"{name}.rate"), _spread(told, f"{name}.ratio"),
-             _spread(told, f"{name}.worker_us"), number(told[f"{name}.others"])]
+            [workers, rate, _spread(results, f"{name}.rate"), _spread(results, f"{name}.ratio"),
+             _spread(results, f"{name}.worker_us"), number(results[f"{name}.others"])]
         )  # fmt: skip
-    head = ["workers", "foretold", "measured events a second", "measured ÷ foretold", "µs of CPU in workers"]
-    return table([*head, "processors taken by others"], rows)
+    head = ["workers", "predicted events/s", "measured events/s", "measured ÷ predicted", "µs of worker CPU per event"]
+    return table([*head, "processors used by other load"], rows)
 
 
-def _spread(told: Told, name: str) -> str:
-    middle, least, most = (number(told[f"{name}{which}"]) for which in ("", ".min", ".max"))
-    return f"**{middle}** ({least}..{most})"
+def _spread(results: Results, name: str) -> str:
+    middle, minimum, maximum = (number(results[f"{name}{which}"]) for which in ("", ".min", ".max"))
+    return f"**{middle}** ({minimum}..{maximum})"

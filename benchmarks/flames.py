@@ -1,4 +1,4 @@
-"""A flame graph as plain SVG: no script, no line numbers, nothing of the machine.  Pure."""
+"""A flame graph as plain SVG, without scripts, line numbers and local paths."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final, TypeAlias
 from xml.sax.saxutils import escape
 
 Stack: TypeAlias = tuple[str, ...]
-"""Frames from the event loop inwards, each `function (file)`."""
+"""Frames, the outermost first, each `function (file)`."""
 
 WIDTH: Final = 1600
 ROW: Final = 17
 HEAD: Final = 64
-LEAST: Final = 0.002
-"""Share of the whole below which a frame is not drawn: it would be narrower than a letter."""
-LETTER: Final = 6.3
-"""Width of one, in pixels."""
+MIN_SHARE: Final = 0.002
+"""Share of all samples below which a frame is not drawn, since it would be narrower than a character."""
+CHARACTER: Final = 6.3
+"""Width of a character, in pixels."""
 
-ROOMS: Final[Mapping[str, tuple[str, str]]] = {
-    "integr8s_idem/worker": ("worker: polls, waves, offsets", "#f4a259"),
+AREAS: Final[Mapping[str, tuple[str, str]]] = {
+    "integr8s_idem/worker": ("worker: polls, batches, offsets", "#f4a259"),
     "integr8s_idem/stores": ("store", "#e26d5c"),
     "integr8s_idem/events": ("decoding", "#8cb369"),
     "integr8s_idem/envelopes": ("decoding", "#8cb369"),
@@ -31,19 +31,19 @@ ROOMS: Final[Mapping[str, tuple[str, str]]] = {
     "pydantic": ("pydantic", "#a7c4a0"),
     "": ("everything else", "#d5d5d5"),
 }
-"""By the beginning of the file, the first that fits: what it is, and its color."""
+"""Label and color by the prefix of the file; the first match applies."""
 
 
 @dataclass
 class Frame:
-    """A function as called from one place, and what it calls."""
+    """A function as called from one place, with its callees."""
 
     samples: int = 0
     inner: dict[str, Frame] = field(default_factory=dict)
 
 
 def tree(stacks: Counter[Stack]) -> Frame:
-    """All stacks, with what they begin with in common once."""
+    """Merge stacks into a tree of frames."""
     root = Frame()
     for stack, number in stacks.items():
         frame = root
@@ -55,7 +55,7 @@ def tree(stacks: Counter[Stack]) -> Frame:
 
 
 def flame_graph(title: str, stacks: Counter[Stack]) -> str:
-    """Callers above what they call; the widest first."""
+    """Draw the graph, with callers above their callees, and the widest frames first."""
     root = tree(stacks)
     boxes = list(_boxes(root, root.samples, 0.0, 0))
     height = HEAD + ROW * (1 + max(row for _, row in boxes))
@@ -73,17 +73,17 @@ def flame_graph(title: str, stacks: Counter[Stack]) -> str:
 
 
 def _legend() -> Iterator[str]:
-    place = 6.0
-    for name, colour in dict.fromkeys(ROOMS.values()):
-        yield f'<rect x="{place:.0f}" y="30" width="12" height="12" fill="{colour}"/>'
-        yield f'<text x="{place + 16:.0f}" y="40">{escape(name)}</text>'
-        place += 16 + LETTER * len(name) + 18
+    x = 6.0
+    for name, color in dict.fromkeys(AREAS.values()):
+        yield f'<rect x="{x:.0f}" y="30" width="12" height="12" fill="{color}"/>'
+        yield f'<text x="{x + 16:.0f}" y="40">{escape(name)}</text>'
+        x += 16 + CHARACTER * len(name) + 18
 
 
 def _boxes(frame: Frame, whole: int, left: float, row: int) -> Iterator[tuple[str, int]]:
     for name, inner in sorted(frame.inner.items(), key=lambda item: (-item[1].samples, item[0])):
         width = inner.samples / whole * WIDTH
-        if inner.samples >= whole * LEAST:
+        if inner.samples >= whole * MIN_SHARE:
             yield _box(name, inner.samples / whole, left, width, row), row
             yield from _boxes(inner, whole, left, row + 1)
         left += width
@@ -91,11 +91,11 @@ def _boxes(frame: Frame, whole: int, left: float, row: int) -> Iterator[tuple[st
 
 def _box(name: str, share: float, left: float, width: float, row: int) -> str:
     top = HEAD + row * ROW
-    _, colour = next(room for start, room in ROOMS.items() if name.partition(" (")[2].startswith(start))
-    fits = int((width - 4) / LETTER)
+    _, color = next(area for start, area in AREAS.items() if name.partition(" (")[2].startswith(start))
+    characters = int((width - 4) / CHARACTER)
     short = name.partition(" (")[0]
-    text = f'<text x="{left + 2:.1f}" y="{top + 12}">{escape(short[:fits])}</text>' if fits > 2 else ""
+    text = f'<text x="{left + 2:.1f}" y="{top + 12}">{escape(short[:characters])}</text>' if characters > 2 else ""
     return (
         f'<g><title>{escape(name)} {share:.1%}</title><rect x="{left:.1f}" y="{top}" width="{width:.1f}" '
-        f'height="{ROW - 1}" fill="{colour}" stroke="#ffffff" stroke-width="0.5"/>{text}</g>'
+        f'height="{ROW - 1}" fill="{color}" stroke="#ffffff" stroke-width="0.5"/>{text}</g>'
     )

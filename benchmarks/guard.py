@@ -1,7 +1,7 @@
-"""Hold the figures against their targets and the last commit: `python -m benchmarks.guard`.
+"""Compare the figures with their targets and the last commit: `python -m benchmarks.guard`.
 
-Fails if one has fallen far behind what was committed, or misses its target by more than a tenth for no reason that is
-known (`limits.py`).  A part of `make bench`, not of the tests: a test must not depend on how busy a machine is.
+Fails if a figure is much worse than the committed one, or misses its target by more than a tenth without a known reason
+(`limits.py`). This is a part of `make bench`, not of the tests, which must not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -14,54 +14,58 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.markdown import Told
+from benchmarks.markdown import Results
 from benchmarks.tables import LATEST, ROOT
 from benchmarks.targets import TARGETS, Target
 
 MARGIN: Final = 0.1
-"""Part of a target by which a figure may miss it: two runs on one machine differ by as much."""
+"""Fraction by which a figure may miss its target: two runs on one machine differ by as much."""
 
-LEAST_ROUNDS: Final = 5
+MIN_ROUNDS: Final = 5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """About one figure."""
+    """The result of checking one figure."""
 
     key: str
     target: Target
     now: float | None
     before: float | None
     wrong: str
-    """What is wrong with it; empty if nothing is."""
+    """The problem; empty if there is none."""
 
     def __str__(self) -> str:
         now, before = ("-" if value is None else f"{value:.4g}" for value in (self.now, self.before))
-        return f"{self.key:30} {now:>8} {self.target!s:>12} {before:>8}  {self.wrong or self._held()}"
+        return f"{self.key:30} {now:>8} {self.target!s:>12} {before:>8}  {self.wrong or self._status()}"
 
-    def _held(self) -> str:
-        """What is to be said of a figure with which nothing is wrong."""
+    def _status(self) -> str:
+        """Describe a figure without a problem."""
         assert self.now is not None
         if self.target.reached(self.now):
             return "ok"
         if self.target.reached(self.now, margin=_margin(self.target)):
             return f"within {_margin(self.target):.0%} of its target"
-        return "misses its target, with a known limit"
+        return "misses its target for a known reason"
 
 
-def findings(now: Told, before: Told) -> list[Finding]:
-    """One for each target."""
+def findings(now: Results, before: Results) -> list[Finding]:
+    """Check each target."""
     return [
         Finding(
-            key, target, now.get(key), before.get(key), _wrong(target, now.get(key), before.get(key), _of(now, key))
+            key,
+            target,
+            now.get(key),
+            before.get(key),
+            _problem(target, now.get(key), before.get(key), _sample_size(now, key)),
         )
         for key, target in TARGETS.items()
     ]
 
 
-def _of(told: Told, key: str) -> int:
-    """How many rounds a figure is the median of, or how many records."""
-    number: int = told.get(f"{key}.rounds", told.get(f"{key}.records", 0))
+def _sample_size(results: Results, key: str) -> int:
+    """Return the number of rounds, or records, that a figure is the median of."""
+    number: int = results.get(f"{key}.rounds", results.get(f"{key}.records", 0))
     return number
 
 
@@ -69,24 +73,24 @@ def _margin(target: Target) -> float:
     return min(MARGIN, target.noise)
 
 
-def _wrong(target: Target, now: float | None, before: float | None, rounds: int) -> str:
+def _problem(target: Target, now: float | None, before: float | None, rounds: int) -> str:
     if now is None:
         return "not measured"
-    if rounds < LEAST_ROUNDS:
-        return f"of {rounds} rounds, not of {LEAST_ROUNDS} or more"
+    if rounds < MIN_ROUNDS:
+        return f"has {rounds} rounds, fewer than {MIN_ROUNDS}"
     if before is not None and target.worse(now, before):
-        return "fell behind what is committed"
+        return "is worse than the committed figure"
     if not target.limit and not target.reached(now, margin=_margin(target)):
         return "misses its target"
     return ""
 
 
 def committed() -> Mapping[str, Any]:
-    """The figures of the last commit; none outside a repository, or before the first."""
+    """Return the figures of the last commit, or none if there is no such commit."""
     name = f"HEAD:{LATEST.relative_to(ROOT)}"
-    said = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, check=False)
-    told: dict[str, Any] = json.loads(said.stdout) if said.returncode == 0 else {}
-    return told
+    shown = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, check=False)
+    results: dict[str, Any] = json.loads(shown.stdout) if shown.returncode == 0 else {}
+    return results
 
 
 def main() -> int:
@@ -94,10 +98,10 @@ def main() -> int:
     found = findings(json.loads(LATEST.read_text(encoding="utf-8")), committed())
     print(f"{'figure':30} {'now':>8} {'target':>12} {'before':>8}")
     print("\n".join(map(str, found)))
-    wrong = sum(bool(finding.wrong) for finding in found)
+    problem_count = sum(bool(finding.wrong) for finding in found)
     reached = sum(finding.now is not None and finding.target.reached(finding.now) for finding in found)
-    print(f"{len(found) - wrong} of {len(found)} figures hold; {reached} of them reach their target")
-    return 1 if wrong else 0
+    print(f"{len(found) - problem_count} of {len(found)} figures pass; {reached} reach their target")
+    return 1 if problem_count else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who guards one call: the library, redis-py by hand, and other libraries as their authors mean them to be used."""
+"""Guards of a single call: this library, redis-py by hand, and other libraries as their authors intend."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from idemkit import MethodConfig, RedisBackend, idempotent
 from idempotency_kit import AsyncIdempotencyCoordinator, IdempotencyDomainService, JsonResultAdapter
 from idempotency_kit.infra.storage.redis.aio import RedisAsyncIdempotencyRepository
 
-from benchmarks.contestants import must
-from benchmarks.places import RedisPlace
+from benchmarks.contestants import ensure
+from benchmarks.places import RedisEnvironment
 from integr8s_idem.engine.manager import IdempotencyManager
 
 RECEIPT: Final = {"receipt": "receipt-1"}
-"""What the work returns; all keep it."""
-_HELD, _DONE = b"processing", b'{"receipt": "receipt-1"}'
+"""The result of the work; all contestants store it."""
+_PROCESSING, _DONE = b"processing", b'{"receipt": "receipt-1"}'
 _LEASE_SECONDS: Final = 300
-"""The library's own default."""
+"""The default of this library."""
 
 
 def _scope(_: object) -> str:
@@ -30,23 +30,23 @@ def _scope(_: object) -> str:
 
 
 class Guard(Protocol):
-    """Does its work for keys that are new."""
+    """Runs the work for new keys."""
 
     handled: int
-    """How often the work was really done."""
+    """How often the work has run."""
 
     @property
     def answer(self) -> object:
-        """What a duplicate is told."""
+        """The return value for a duplicate."""
         ...
 
     async def once(self, key: str) -> object:
-        """The work of `key`, or what became of it."""
+        """Run the work of `key`, or return its stored result."""
         ...
 
 
-class Ours:
-    """`manager.run`."""
+class Integr8sIdem:
+    """`manager.run` of this library."""
 
     def __init__(self, manager: IdempotencyManager) -> None:
         self.handled, self.answer = 0, RECEIPT
@@ -61,30 +61,30 @@ class Ours:
 
 
 class RawRedis:
-    """redis-py by hand: `SET NX EX`, the work, `SET KEEPTTL`.  A duplicate is one `SET NX` that loses."""
+    """redis-py by hand: `SET NX EX`, the work, `SET KEEPTTL`. A duplicate is a losing `SET NX`."""
 
-    def __init__(self, place: RedisPlace) -> None:
+    def __init__(self, env: RedisEnvironment) -> None:
         self.handled, self.answer = 0, None
-        self._client = place.plain_client()
+        self._client = env.plain_client()
 
     async def once(self, key: str) -> None:
-        if await self._client.set(key, _HELD, nx=True, ex=_LEASE_SECONDS):
+        if await self._client.set(key, _PROCESSING, nx=True, ex=_LEASE_SECONDS):
             await self._work()
-            must(await self._client.set(key, _DONE, keepttl=True), key)
+            ensure(await self._client.set(key, _DONE, keepttl=True), key)
 
     async def _work(self) -> None:
         self.handled += 1
 
 
 class Idemkit:
-    """idemkit's decorator for functions, on its Redis backend."""
+    """idemkit's decorator for functions, with its Redis backend."""
 
-    def __init__(self, place: RedisPlace) -> None:
+    def __init__(self, env: RedisEnvironment) -> None:
         self.handled, self.answer = 0, RECEIPT
-        self._backend = RedisBackend.from_url(place.url)
-        place.stack.push_async_callback(self._backend.aclose)
+        self._backend = RedisBackend.from_url(env.url)
+        env.stack.push_async_callback(self._backend.aclose)
 
-        # A decorator that says nothing of what it decorates.
+        # The decorator has no type annotations.
         @idempotent(backend=self._backend, config=MethodConfig(key_fields=["order_id"], scope=_scope))  # type: ignore[untyped-decorator]
         async def charge(order_id: str) -> dict[str, str]:
             self.handled += 1
@@ -97,11 +97,11 @@ class Idemkit:
 
 
 class IdempotencyKit:
-    """idempotency-kit's coordinator, on its Redis repository."""
+    """idempotency-kit's coordinator, with its Redis repository."""
 
-    def __init__(self, place: RedisPlace) -> None:
+    def __init__(self, env: RedisEnvironment) -> None:
         self.handled, self.answer = 0, RECEIPT
-        repository = RedisAsyncIdempotencyRepository(place.plain_client())
+        repository = RedisAsyncIdempotencyRepository(env.plain_client())
         self._coordinator = AsyncIdempotencyCoordinator(repository, IdempotencyDomainService())
         self._adapter = JsonResultAdapter()
 
@@ -114,23 +114,23 @@ class IdempotencyKit:
 
 
 class _LambdaContext:
-    """What Lambda tells about the time that is left: the lease."""
+    """A Lambda context whose remaining time is the lease."""
 
     def get_remaining_time_in_millis(self) -> int:
         return _LEASE_SECONDS * 1000
 
 
 class Powertools:
-    """AWS Lambda Powertools' decorator on its cache layer: a synchronous library, so one call at a time."""
+    """AWS Lambda Powertools' decorator with its cache layer; synchronous, so one call at a time."""
 
-    def __init__(self, place: RedisPlace) -> None:
-        # It takes the name of the function's place from here, as Lambda sets it.
+    def __init__(self, env: RedisEnvironment) -> None:
+        # Powertools reads the function name from this variable, which Lambda sets.
         os.environ.setdefault("AWS_LAMBDA_FUNCTION_NAME", "bench")
         logging.getLogger("aws_lambda_powertools").setLevel(logging.WARNING)
         self.handled, self.answer = 0, RECEIPT
-        self._client = redis.Redis.from_url(place.url, decode_responses=True)
-        place.stack.callback(self._client.close)
-        client: Any = self._client  # its Protocol knows fewer arguments than redis-py has
+        self._client = redis.Redis.from_url(env.url, decode_responses=True)
+        env.stack.callback(self._client.close)
+        client: Any = self._client  # its Protocol has fewer arguments than redis-py
         layer = CachePersistenceLayer(client=client)
         config = PowertoolsConfig()
         context: Any = _LambdaContext()

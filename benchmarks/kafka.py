@@ -1,8 +1,7 @@
-"""What does the guard cost a service on a real Kafka, beside the same service without it, FastStream and a bare loop?
+"""What does the guard cost a service on a real Kafka, compared with no guard, FastStream and a bare loop?
 
-All read the same events from the beginning of one topic, each turn in a group of its own.  A turn lasts from
-the first events that are fetched until the last is settled: handled, and for a guarded one recorded.  Nobody's last
-commit is in it.
+All contestants read the same events from the beginning of one topic, each turn in a new group. A turn lasts from the
+first fetched events until the last one is settled: handled and, with a guard, recorded. The last commit is excluded.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from faststream import AckPolicy
 from faststream.kafka import KafkaBroker as FastStreamBroker
 
-from benchmarks.contestants import must
+from benchmarks.contestants import ensure
 from benchmarks.measuring import Flat
 from benchmarks.observers import Telemetry
-from benchmarks.places import RedisPlace, redis_place
-from benchmarks.rounds import Comparison, Measured, Options, Stopwatch, Tell, Turn, compared
+from benchmarks.places import RedisEnvironment, redis_environment
+from benchmarks.rounds import Comparison, Measured, Options, Progress, Stopwatch, Turn, compare
 from benchmarks.servers import kafka_version, running
 from integr8s_idem import (
     BaseEvent,
@@ -52,22 +51,22 @@ KEYS: Final = (
     "telemetry_on",
 )
 EVENTS: Final = 10_000
-"""In the topic, for turns of a second."""
+"""Number of events in the topic, for turns of a second."""
 PARTITIONS: Final = 8
 POLL_RECORDS: Final = 500
-ACKED_PART: Final = 10
-"""FastStream that commits each message reads one event of so many: it takes several times as long for each."""
+ACK_ONE_IN: Final = 10
+"""FastStream under `ACK` reads only one event in ten, since it takes several times as long for each."""
 
 NOOP: Final = ServiceSettings(ordering="none", concurrency=1_000, max_in_flight=2_000)
 ONE_MS: Final = ServiceSettings(ordering="none", concurrency=64, max_in_flight=2_000)
 BROKER: Final = {"group.coordinator.append.linger.ms": "0"}
-"""Kafka 4.0 and 4.1 let each commit wait five milliseconds for others, which brokers before and after them do not
-(KIP-1224): whoever commits often would be measured by that wait."""
+"""Disables the five milliseconds that each commit waits for others in Kafka 4.0 and 4.1, but not in other versions
+(KIP-1224): they would dominate the figures of contestants that commit often."""
 LONGEST_TURN: Final = 120.0
 
 
 class OrderPlaced(BaseEvent):
-    """About 400 bytes on the wire, 250 of them what every event has."""
+    """About 400 bytes on the wire, 250 of them fields of every event."""
 
     event_type: Literal["order_placed"] = "order_placed"
     order_id: str
@@ -81,32 +80,32 @@ Work = Callable[[OrderPlaced], Awaitable[None]]
 
 
 class Handler:
-    """Counts what is handled, and tells when the last event has come."""
+    """Counts handled events, and signals when the last one has arrived."""
 
     def __init__(self, events: int, pause: float = 0.0) -> None:
         self.handled = 0
-        self.all = asyncio.Event()
+        self.finished = asyncio.Event()
         self.watch: Stopwatch | None = None
         self._events = events
         self._pause = pause
 
     def begin(self) -> None:
-        """The first events are here."""
+        """Start the stopwatch when the first events arrive."""
         if self.watch is None:
             self.watch = Stopwatch()
 
     async def handle(self, event: OrderPlaced) -> None:
-        """The no-op, or the wait."""
+        """Do nothing, or wait."""
         self.begin()
         if self._pause:
             await asyncio.sleep(self._pause)
         self.handled += 1
         if self.handled == self._events:
-            self.all.set()
+            self.finished.set()
 
     async def wait(self) -> None:
         async with asyncio.timeout(LONGEST_TURN):
-            await self.all.wait()
+            await self.finished.wait()
 
     def read(self) -> Measured:
         assert self.watch is not None
@@ -114,7 +113,7 @@ class Handler:
 
 
 class Topic:
-    """One topic full of orders, and who reads it."""
+    """A topic full of orders, and the contestants that read it."""
 
     name: Final = "bench.order_placed"
 
@@ -124,12 +123,12 @@ class Topic:
         self.settings = KafkaSettings(bootstrap_servers=kafka.bootstrap, topic_prefix="bench.")
         self.repository = repository
 
-    def server(self, place: RedisPlace) -> str:
-        """What answers, with the Redis that the records are in."""
-        return f"Apache Kafka {kafka_version()}, KRaft, {PARTITIONS} partitions; {place.version}"
+    def server(self, env: RedisEnvironment) -> str:
+        """Describe the broker, and the Redis that holds the records."""
+        return f"Apache Kafka {kafka_version()}, KRaft, {PARTITIONS} partitions; {env.version}"
 
     async def fill(self) -> None:
-        """Orders of different customers, by their keys in all partitions."""
+        """Publish orders of different customers to all partitions."""
         async with AIOKafkaProducer(bootstrap_servers=self.kafka.bootstrap, linger_ms=20) as producer:
             sent = []
             for number in range(self.events):
@@ -148,7 +147,7 @@ class Topic:
     async def idempotent(
         self, _: float, *, service: ServiceSettings = NOOP, pause: float = 0.0, observer: Observer = SILENT
     ) -> Measured:
-        """All events are new to a scope of its own."""
+        """Run the idempotent service in a new scope, in which all events are new."""
         return await self._guarded(new_scope(), service, pause, observer)
 
     async def _guarded(self, scope: str, service: ServiceSettings, pause: float, observer: Observer) -> Measured:
@@ -156,31 +155,34 @@ class Topic:
         manager = IdempotencyManager(IdempotencyConfig(), self.repository, observer, scope=scope)
         dispatcher = IdempotentEventDispatcher(router_of(handler), manager)
         try:
-            return await self.served(dispatcher, service, handler)
+            return await self.serve(dispatcher, service, handler)
         finally:
             await manager.close()
 
     async def plain(self, _: float, *, service: ServiceSettings = NOOP, pause: float = 0.0) -> Measured:
-        """The same service, unguarded."""
+        """Run the same service without a guard."""
         handler = Handler(self.events, pause)
-        return await self.served(EventDispatcher(router_of(handler), scope="bench"), service, handler)
+        return await self.serve(EventDispatcher(router_of(handler), scope="bench"), service, handler)
 
-    async def served(
+    async def serve(
         self,
         dispatcher: EventDispatcher,
         service: ServiceSettings,
         handler: Handler,
         make: Callable[[KafkaSettings, str], Any] = make_consumer,
     ) -> Measured:
-        """From the first events that a consumer brings until all are settled."""
+        """Measure a worker from the first fetched events until all are settled."""
         async with self.worker(dispatcher, service, handler, make) as worker:
             await handler.wait()
             tally = worker.report().tally
-            while tally.handled < self.events:  # noqa: ASYNC110  # a tally tells nobody
+            while tally.handled < self.events:  # noqa: ASYNC110  # a tally has no event to wait for
                 await asyncio.sleep(0.001)
             found = handler.read()
-        must(handler.handled == tally.handled == self.events, f"{handler.handled} handled, {tally}")
-        must(tally.duplicates == tally.retries == tally.dead_letters == 0, f"more happened: {tally}")
+        ensure(handler.handled == tally.handled == self.events, f"{handler.handled} handled, {tally}")
+        ensure(
+            tally.duplicates == tally.retries == tally.dead_letters == 0,
+            f"unexpected duplicates, retries or dead letters: {tally}",
+        )
         return found
 
     @asynccontextmanager
@@ -192,14 +194,16 @@ class Topic:
         make: Callable[[KafkaSettings, str], Any] = make_consumer,
         group: str = "",
     ) -> AsyncIterator[ServiceWorker]:
-        """A running worker, alone in a new group unless one is named."""
+        """Run a worker, alone in a new group unless one is given."""
 
-        def noting(settings: KafkaSettings, group: str) -> Any:
-            return noted(make(settings, group), handler.begin)
+        def make_consumer_with_callback(settings: KafkaSettings, group: str) -> Any:
+            return with_start_callback(make(settings, group), handler.begin)
 
         publisher = EventPublisher(self.settings)
         group = group or f"bench-{uuid4().hex}"
-        worker = ServiceWorker("bench", dispatcher, publisher, self.settings, service, group=group, consumer=noting)
+        worker = ServiceWorker(
+            "bench", dispatcher, publisher, self.settings, service, group=group, consumer=make_consumer_with_callback
+        )
         task = asyncio.create_task(worker.run())
         try:
             yield worker
@@ -208,8 +212,8 @@ class Topic:
             await task
             await publisher.close()
 
-    async def refuses_twice(self) -> None:
-        """A second group of one scope must find every event done."""
+    async def check_duplicates_are_refused(self) -> None:
+        """Raise AssertionError unless a second group in the same scope finds every event completed."""
         scope = new_scope()
         await self._guarded(scope, NOOP, 0.0, SILENT)
         handler = Handler(self.events)
@@ -217,12 +221,12 @@ class Topic:
         dispatcher = IdempotentEventDispatcher(router_of(handler), manager)
         async with self.worker(dispatcher, NOOP, handler) as worker, asyncio.timeout(LONGEST_TURN):
             while worker.report().tally.duplicates < self.events:
-                must(handler.handled == 0, "a duplicate got through")
+                ensure(handler.handled == 0, "a duplicate got through")
                 await asyncio.sleep(0.01)
-        must(handler.handled == 0, f"{handler.handled} duplicates got through")
+        ensure(handler.handled == 0, f"{handler.handled} duplicates got through")
         await manager.close()
 
-    # The others.
+    # Alternatives.
 
     async def raw_loop(self, _: float) -> Measured:
         """aiokafka by hand: decode, await, commit after each poll."""
@@ -245,14 +249,14 @@ class Topic:
                 for records in batches.values():
                     for record in records:
                         await handler.handle(OrderPlaced.model_validate_json(record.value))
-                found = handler.read()  # without its last commit, as all others
+                found = handler.read()  # without the last commit, as for all contestants
                 await consumer.commit()
-        must(handler.handled == self.events, f"{handler.handled} of {self.events} handled")
+        ensure(handler.handled == self.events, f"{handler.handled} of {self.events} handled")
         return found
 
-    async def faststream(self, _: float, *, policy: AckPolicy, part: int = 1) -> Measured:
-        """FastStream's subscriber as it comes."""
-        handler = Handler(self.events // part)
+    async def faststream(self, _: float, *, policy: AckPolicy, one_in: int = 1) -> Measured:
+        """Run FastStream's subscriber with its defaults."""
+        handler = Handler(self.events // one_in)
         broker = FastStreamBroker(self.kafka.bootstrap, logger=None)
 
         @broker.subscriber(
@@ -271,8 +275,8 @@ class Topic:
             found = handler.read()
         finally:
             await broker.stop()
-        # Of a part, more may be handled before all has ended; of all, nothing may come twice.
-        must(handler.handled <= self.events, f"{handler.handled} of {self.events} handled")
+        # With `one_in`, some more events may be handled before the broker stops; none may be handled twice.
+        ensure(handler.handled <= self.events, f"{handler.handled} of {self.events} handled")
         return found
 
 
@@ -290,12 +294,12 @@ def router_of(handler: Handler) -> EventRouter:
     return router
 
 
-def noted(consumer: Any, begin: Callable[[], None]) -> Any:
-    """`consumer`, which tells of the first events that it gives out."""
+def with_start_callback(consumer: Any, begin: Callable[[], None]) -> Any:
+    """Make `consumer` call `begin` when it returns events."""
     fetch = consumer.getmany
 
-    async def getmany(*partitions: Any, **how: Any) -> Any:
-        found = await fetch(*partitions, **how)
+    async def getmany(*partitions: Any, **options: Any) -> Any:
+        found = await fetch(*partitions, **options)
         if found:
             begin()
         return found
@@ -304,18 +308,18 @@ def noted(consumer: Any, begin: Callable[[], None]) -> Any:
     return consumer
 
 
-async def measured(options: Options, tell: Tell) -> Flat:
-    """Each figure of this question."""
-    told: Flat = {}
-    async with filled_topic(int(EVENTS * options.seconds), tell) as (topic, place):
-        tell("every event must be blocked when it comes again")
-        await topic.refuses_twice()
+async def measure(options: Options, progress: Progress) -> Flat:
+    """Measure each figure of this benchmark."""
+    results: Flat = {}
+    async with filled_topic(int(EVENTS * options.seconds), progress) as (topic, env):
+        progress("checking that every duplicate is blocked")
+        await topic.check_duplicates_are_refused()
         with Telemetry() as telemetry:
             for comparison in _comparisons(topic, telemetry):
-                told |= await compared(comparison, options, tell)
+                results |= await compare(comparison, options, progress)
             if telemetry.turns:
                 telemetry.check(telemetry.turns * topic.events)
-        return told | {"kafka.server": topic.server(place), "kafka.events": topic.events}
+        return results | {"kafka.server": topic.server(env), "kafka.events": topic.events}
 
 
 def _comparisons(topic: Topic, telemetry: Telemetry) -> list[Comparison]:
@@ -328,7 +332,7 @@ def _comparisons(topic: Topic, telemetry: Telemetry) -> list[Comparison]:
         "plain": topic.plain,
         "raw_loop": topic.raw_loop,
         "faststream_ack_first": partial(topic.faststream, policy=AckPolicy.ACK_FIRST),
-        "faststream_ack": partial(topic.faststream, policy=AckPolicy.ACK, part=ACKED_PART),
+        "faststream_ack": partial(topic.faststream, policy=AckPolicy.ACK, one_in=ACK_ONE_IN),
         "with_telemetry": with_telemetry,
     }
     one_ms: dict[str, Turn] = {
@@ -349,12 +353,12 @@ def _comparisons(topic: Topic, telemetry: Telemetry) -> list[Comparison]:
 
 
 @asynccontextmanager
-async def filled_topic(events: int, tell: Tell) -> AsyncIterator[tuple[Topic, RedisPlace]]:
+async def filled_topic(events: int, progress: Progress) -> AsyncIterator[tuple[Topic, RedisEnvironment]]:
     with TemporaryDirectory(prefix="idem-bench-kafka-") as folder:
         broker = await asyncio.to_thread(KafkaBroker, Path(folder), BROKER)
-        async with running(broker), redis_place() as place:
+        async with running(broker), redis_environment() as env:
             await broker.create_topics({Topic.name: PARTITIONS, f"{Topic.name}.dlq": 1})
-            topic = Topic(broker, await place.repository(), events)
-            tell(f"{events} events into {PARTITIONS} partitions")
+            topic = Topic(broker, await env.repository(), events)
+            progress(f"publishing {events} events to {PARTITIONS} partitions")
             await topic.fill()
-            yield topic, place
+            yield topic, env

@@ -1,6 +1,6 @@
-"""What does a duplicate cost that this very process has completed before?
+"""What does a duplicate cost in the process that completed its key?
 
-A redelivery after a rebalance or a producer's retry usually comes back to the worker that did the work.
+A redelivery after a rebalance or a producer's retry usually reaches the worker that did the work.
 """
 
 from __future__ import annotations
@@ -9,39 +9,39 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from benchmarks.contestants import must
-from benchmarks.guards import Guard, Ours, RawRedis
+from benchmarks.contestants import ensure
+from benchmarks.guards import Guard, Integr8sIdem, RawRedis
 from benchmarks.measuring import Flat
-from benchmarks.places import redis_place
-from benchmarks.rounds import Comparison, Measured, Options, Tell, Turn, compared
+from benchmarks.places import redis_environment
+from benchmarks.rounds import Comparison, Measured, Options, Progress, Turn, compare
 from benchmarks.single import duplicate
 
 KEYS: Final = ("local_duplicate",)
 
 
-async def measured(options: Options, tell: Tell) -> Flat:
-    """Each figure of this question."""
-    async with redis_place() as place:
-        guards: dict[str, Guard] = {"ours": Ours(await place.manager("bench", local=True)), "raw": RawRedis(place)}
+async def measure(options: Options, progress: Progress) -> Flat:
+    """Measure each figure of this benchmark."""
+    async with redis_environment() as env:
+        guards: dict[str, Guard] = {"ours": Integr8sIdem(await env.manager("bench", local=True)), "raw": RawRedis(env)}
         turns = {name: await duplicate(guard, f"{name}-local", 1) for name, guard in guards.items()}
-        turns["ours"] = _unasked(place.plain_client(), turns["ours"])
-        told = await compared(Comparison("local_c1", turns, {"local_duplicate": ("ours", "raw")}), options, tell)
-        return told | {"local.server": place.version}
+        turns["ours"] = _without_store_calls(env.plain_client(), turns["ours"])
+        results = await compare(Comparison("local_c1", turns, {"local_duplicate": ("ours", "raw")}), options, progress)
+        return results | {"local.server": env.version}
 
 
-def _unasked(client: Redis, turn: Turn) -> Turn:
-    """The turn, in which the server must not hear of anything."""
+def _without_store_calls(client: Redis, turn: Turn) -> Turn:
+    """Wrap a turn with a check that it does not call the store."""
 
-    async def quiet(seconds: float) -> Measured:
-        before = await _scripts(client)
+    async def checked(seconds: float) -> Measured:
+        before = await _script_calls(client)
         found = await turn(seconds)
-        must(await _scripts(client) == before, "the store was asked for what this process knows")
+        ensure(await _script_calls(client) == before, "the store was called for a key in local memory")
         return found
 
-    return quiet
+    return checked
 
 
-async def _scripts(client: Redis) -> int:
-    """How often the server ran one: each verb of the store is a script."""
-    told: dict[str, Any] = await client.info("commandstats")
-    return sum(told.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha", "fcall"))
+async def _script_calls(client: Redis) -> int:
+    """Return how many scripts the server has run; each method of the store is a script."""
+    info: dict[str, Any] = await client.info("commandstats")
+    return sum(info.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha", "fcall"))

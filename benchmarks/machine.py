@@ -1,4 +1,4 @@
-"""Where it was measured, and with what."""
+"""The machine and the versions that results were measured with."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ PEERS: Final = (
 
 
 def machine(packages: tuple[str, ...] = PEERS) -> Flat:
-    """The machine, and the versions of `packages`."""
-    found: Flat = {
+    """Describe the machine, and the versions of `packages`."""
+    result: Flat = {
         "machine.cpus": len(os.sched_getaffinity(0)),
         "machine.cpu": _processor(),
         "machine.system": f"{platform.system()} {platform.machine()}",
         "machine.python": platform.python_version(),
     }
-    return found | {f"version.{name}": version(name) for name in packages}
+    return result | {f"version.{name}": version(name) for name in packages}
 
 
 def _processor() -> str:
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()

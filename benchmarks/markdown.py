@@ -1,12 +1,12 @@
-"""Numbers and tables as the pages have them."""
+"""Format numbers and tables for the pages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-Told: TypeAlias = Mapping[str, Any]
-"""Results, by their keys."""
+Results: TypeAlias = Mapping[str, Any]
+"""Results, by key."""
 
 
 def number(value: float) -> str:
@@ -15,12 +15,12 @@ def number(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
-def time(micros: float) -> str:
-    """Of so many microseconds."""
-    return f"{micros:.3g} µs" if micros < 999.5 else f"{micros / 1000:.3g} ms"
+def time(microseconds: float) -> str:
+    """Format a duration in microseconds."""
+    return f"{microseconds:.3g} µs" if microseconds < 999.5 else f"{microseconds / 1000:.3g} ms"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]], *, words: int = 1) -> str:
-    """The first columns hold words, the others numbers."""
-    lines = [head, ["---"] * words + ["---:"] * (len(head) - words), *rows]
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: int = 1) -> str:
+    """Format a table whose first `text_columns` columns hold text, and the others numbers."""
+    lines = [head, ["---"] * text_columns + ["---:"] * (len(head) - text_columns), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -1,4 +1,4 @@
-"""Telemetry as in production, with nobody at the other end: spans are batched and dropped, metrics are kept."""
+"""Telemetry as in production, but not exported: spans are batched and dropped, metrics are kept."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from prometheus_client import CollectorRegistry
 
-from benchmarks.contestants import must
+from benchmarks.contestants import ensure
 from integr8s_idem.telemetry.composite import combined
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from integr8s_idem.telemetry.sampling import DrawnIds
 
 SAMPLED: Final = 0.1
-"""Part of the traces that are recorded."""
+"""Fraction of traces that are recorded."""
 
 
 class _Dropping(SpanExporter):
@@ -36,7 +36,7 @@ class Telemetry:
     def __init__(self) -> None:
         self.turns = 0
         self._exporter = _Dropping()
-        # As `configure_telemetry` makes it for a worker.
+        # The same provider as `configure_telemetry` creates for a worker.
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(SAMPLED)), id_generator=DrawnIds(), shutdown_on_exit=False
         )
@@ -46,7 +46,7 @@ class Telemetry:
         self.observer = combined(spans, PrometheusObserver("bench", self._registry))
 
     def check(self, events: int) -> None:
-        """Fails unless every event was counted, and about as many traced as should be."""
+        """Raise AssertionError unless every event was counted, and about the right number traced."""
         self._provider.force_flush()
         handled = sum(
             sample.value
@@ -54,8 +54,8 @@ class Telemetry:
             for sample in family.samples
             if sample.name == "idempotency_events_handled_total"
         )
-        must(handled == events, f"{handled} of {events} are in the metrics")
-        must(self._exporter.dropped > events * SAMPLED / 2, f"{self._exporter.dropped} spans of {events} events")
+        ensure(handled == events, f"{handled} of {events} are in the metrics")
+        ensure(self._exporter.dropped > events * SAMPLED / 2, f"{self._exporter.dropped} spans of {events} events")
 
     def __enter__(self) -> Self:
         return self

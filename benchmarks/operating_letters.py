@@ -1,8 +1,8 @@
-"""What `integr8s-idem dlq` takes on a topic with many dead letters: seconds, and the most memory.
+"""Measure the duration and peak memory of `integr8s-idem dlq` on a topic with many dead letters.
 
     python -m benchmarks.operating_letters [--dead-letters 10000] [--bytes 1000] [--json FILE]
 
-Each command is a process of its own, on a real Kafka and a real Redis of this machine.
+Each command runs in a separate process, with a real Kafka and a real Redis on this machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
     "replay": ("replay", "--yes"),
     "once more": ("replay", "--yes"),
 }
-"""What is typed, by what it is called here; `nothing` is what Python and its imports take."""
+"""Arguments by name; `nothing` measures Python and its imports alone."""
 
 _LAUNCHER: Final = """
 import json, os, subprocess, sys, time
@@ -43,26 +43,26 @@ _, status, used = os.wait4(process.pid, 0)
 kilobytes = used.ru_maxrss / (1024 if sys.platform == "darwin" else 1)
 print(json.dumps([time.perf_counter() - begin, kilobytes, os.waitstatus_to_exitcode(status)]))
 """
-"""A small process between: the kernel counts the memory of whoever starts a process as that process's own."""
+"""A small intermediate process, since the kernel counts the memory of the parent as that of the child."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One command."""
+    """Measurements of one command."""
 
     seconds: float
     megabytes: float
-    """Most of its memory that was resident at once."""
+    """Peak resident memory."""
 
 
-def measured(dlq: Dlq, *arguments: str) -> Figure:
-    """Run a command to its end; an error if it fails."""
+def measure(dlq: Dlq, *arguments: str) -> Figure:
+    """Run a command, and raise AssertionError if it fails."""
     launcher = [sys.executable, "-S", "-c", _LAUNCHER]
     ran = subprocess.run(
         [*launcher, *dlq.command(*arguments)], env=dlq.environment(), stdout=subprocess.PIPE, text=True, check=True
     )
     seconds, kilobytes, status = json.loads(ran.stdout)
-    assert status == 0, f"{arguments} ended with {status}"
+    assert status == 0, f"{arguments} exited with status {status}"
     return Figure(seconds, kilobytes / 1024)
 
 
@@ -72,42 +72,44 @@ async def figures(
     redis_url: str,
     folder: Path,
     dead_letters: int,
-    filling: int,
+    payload_bytes: int,
     commands: Collection[str] = COMMANDS.keys(),
 ) -> dict[str, Figure]:
-    """What `commands` take on `dead_letters` dead letters whose payloads have about `filling` bytes each."""
+    """Measure `commands` on `dead_letters` dead letters with payloads of about `payload_bytes` each."""
     dlq, source = Dlq(folder / "settings.toml"), f"{prefix}order_placed"
     dlq.settings.write_text(
         f'[kafka]\nbootstrap_servers = "{kafka.bootstrap}"\ntopic_prefix = "{prefix}"\n[store]\nurl = "{redis_url}"\n'
     )
     await kafka.create_topics({source: PARTITIONS, f"{source}.dlq": PARTITIONS, f"{prefix}empty.dlq": 1})
-    many = (dead_letter_of(number, topic=source, filling="x" * filling) for number in range(dead_letters))
+    many = (dead_letter_of(number, topic=source, filling="x" * payload_bytes) for number in range(dead_letters))
     await post(load_settings(dlq.settings).kafka, many)
     return {
-        name: await asyncio.to_thread(measured, dlq, *typed) for name, typed in COMMANDS.items() if name in commands
+        name: await asyncio.to_thread(measure, dlq, *command) for name, command in COMMANDS.items() if name in commands
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure integr8s-idem dlq on many dead letters.")
     parser.add_argument("--dead-letters", type=int, default=10_000)
-    parser.add_argument("--bytes", type=int, default=1_000, help="of each payload, about")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
-    asked = parser.parse_args()
+    parser.add_argument("--bytes", type=int, default=1_000, help="approximate size of each payload")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, RedisServer(tcp=True) as redis:
         broker = KafkaBroker(Path(name))
         broker.start()
         try:
-            found = asyncio.run(figures(broker, "", redis.url, Path(name), asked.dead_letters, asked.bytes))
+            measurements = asyncio.run(
+                figures(broker, "", redis.url, Path(name), arguments.dead_letters, arguments.bytes)
+            )
         finally:
             broker.kill()
-    print(f"{asked.dead_letters:,} dead letters of {asked.bytes:,} bytes, in {PARTITIONS} partitions")
-    for command, figure in found.items():
+    print(f"{arguments.dead_letters:,} dead letters of {arguments.bytes:,} bytes, in {PARTITIONS} partitions")
+    for command, figure in measurements.items():
         print(f"  {command:<10} {figure.seconds:6.1f} s  {figure.megabytes:6.0f} MB  dlq {' '.join(COMMANDS[command])}")
-    if asked.json:
-        told: dict[str, Any] = {command: asdict(figure) for command, figure in found.items()}
-        asked.json.write_text(
-            json.dumps({"dead_letters": asked.dead_letters, "bytes": asked.bytes, **told}, indent=2) + "\n"
+    if arguments.json:
+        results: dict[str, Any] = {command: asdict(figure) for command, figure in measurements.items()}
+        arguments.json.write_text(
+            json.dumps({"dead_letters": arguments.dead_letters, "bytes": arguments.bytes, **results}, indent=2) + "\n"
         )
 
 

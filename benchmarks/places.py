@@ -1,4 +1,4 @@
-"""The Redis that the questions are asked on: one server for all contestants, which keeps what it acknowledges."""
+"""The Redis that benchmarks run on: one server for all contestants, which persists what it acknowledges."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from integr8s_idem.telemetry import SILENT, Observer
 from tests.support.redis import RedisServer
 
 LOCAL_KEYS: Final = 100_000
-"""That a manager remembers of those which this process completed, where that is asked for."""
+"""Capacity of the local memory, for managers that have one."""
 
 
 @dataclass(frozen=True)
-class RedisPlace:
-    """A running server, and clients that are closed at its end."""
+class RedisEnvironment:
+    """A running server, and clients that are closed with it."""
 
     server: RedisServer
     version: str
@@ -35,31 +35,31 @@ class RedisPlace:
         return self.server.url
 
     def plain_client(self) -> Redis:
-        """redis-py as everybody makes it."""
+        """Create a redis-py client with its defaults."""
         client = Redis.from_url(self.url)
         self.stack.push_async_callback(client.aclose)
         return client
 
     async def repository(self) -> IdempotencyRepository:
-        """The store as settings make it, but for patience: a machine that is busy must not end a run."""
-        return await self.stack.enter_async_context(open_place(self.url))
+        """Open the store as settings do, but with a long timeout, so that a busy machine does not fail a run."""
+        return await self.stack.enter_async_context(open_redis_store(self.url))
 
     async def manager(self, scope: str, *, local: bool = False, observer: Observer = SILENT) -> IdempotencyManager:
-        """A manager as by default; `local`: with a memory of what this process completed."""
+        """Create a manager with defaults; with `local`, it remembers the keys that this process completed."""
         config = IdempotencyConfig(local_memory_keys=LOCAL_KEYS if local else 0)
         manager = IdempotencyManager(config, await self.repository(), observer, scope=scope)
         self.stack.push_async_callback(manager.close)
         return manager
 
 
-def open_place(url: str) -> AbstractAsyncContextManager[IdempotencyRepository]:
-    """The store on a server that runs already."""
+def open_redis_store(url: str) -> AbstractAsyncContextManager[IdempotencyRepository]:
+    """Open the store on a running server."""
     return open_store(RedisStoreSettings(url=url, timeout_seconds=60), key_prefix="idempotency")
 
 
 @asynccontextmanager
-async def redis_place() -> AsyncIterator[RedisPlace]:
-    """A server of its own, with appendonly yes and appendfsync everysec."""
+async def redis_environment() -> AsyncIterator[RedisEnvironment]:
+    """Start a server with appendonly yes and appendfsync everysec."""
     server = RedisServer(config={"appendonly": "yes"})
     async with running(server), AsyncExitStack() as stack:
-        yield RedisPlace(server, await asyncio.to_thread(redis_version, server), stack)
+        yield RedisEnvironment(server, await asyncio.to_thread(redis_version, server), stack)

@@ -1,4 +1,4 @@
-"""The questions, one file each, and the figures that they answer with."""
+"""The benchmarks, one per file, and their figures."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Final
 
 from benchmarks import batches, costs, deployments, footprint, growth, kafka, local, single, transactions
 from benchmarks.measuring import Flat
-from benchmarks.rounds import Options, Tell
+from benchmarks.rounds import Options, Progress
 
 
 @dataclass(frozen=True)
-class Question:
-    """One file."""
+class Benchmark:
+    """One benchmark."""
 
     keys: tuple[str, ...]
-    """Its figures, with a target or without."""
-    measured: Callable[[Options, Tell], Awaitable[Flat]]
+    """Its figures, with or without a target."""
+    measure: Callable[[Options, Progress], Awaitable[Flat]]
 
 
-QUESTIONS: Final[Mapping[str, Question]] = {
-    "single": Question(single.KEYS, single.measured),
-    "local": Question(local.KEYS, local.measured),
-    "batches": Question(batches.KEYS, batches.measured),
-    "kafka": Question(kafka.KEYS, kafka.measured),
-    "costs": Question((), costs.measured),
-    "deployments": Question((), deployments.measured),
-    "footprint": Question(footprint.KEYS, footprint.measured),
-    "growth": Question(growth.KEYS, growth.measured),
-    "transactions": Question(transactions.KEYS, transactions.measured),
+BENCHMARKS: Final[Mapping[str, Benchmark]] = {
+    "single": Benchmark(single.KEYS, single.measure),
+    "local": Benchmark(local.KEYS, local.measure),
+    "batches": Benchmark(batches.KEYS, batches.measure),
+    "kafka": Benchmark(kafka.KEYS, kafka.measure),
+    "costs": Benchmark((), costs.measure),
+    "deployments": Benchmark((), deployments.measure),
+    "footprint": Benchmark(footprint.KEYS, footprint.measure),
+    "growth": Benchmark(growth.KEYS, growth.measure),
+    "transactions": Benchmark(transactions.KEYS, transactions.measure),
 }
-KEYS: Final = tuple(key for question in QUESTIONS.values() for key in question.keys)
+KEYS: Final = tuple(key for benchmark in BENCHMARKS.values() for key in benchmark.keys)

@@ -1,4 +1,4 @@
-"""The servers, each started for itself with settings that keep what they acknowledge, and who takes part on each."""
+"""Servers for the benchmarks of the stores, which persist what they acknowledge, and the contestants on each."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_sentinel import RedisGroup
 
 CONNECTIONS: Final = 18
-"""Of each driver alone: what SQLAlchemy's pool of the stores in SQL grows to."""
+"""Pool size of each driver alone: the maximum of the pool of the SQL stores."""
 
-_PATIENT: Final = {"timeout_seconds": 60}
-"""A machine that is busy with others must not end a run."""
-_PATIENT_WAIT: Final = {**_PATIENT, "wait_replicas": 1, "wait_timeout_seconds": 10}
+_LONG_TIMEOUT: Final = {"timeout_seconds": 60}
+"""A busy machine must not fail a run."""
+_LONG_TIMEOUT_WAIT: Final = {**_LONG_TIMEOUT, "wait_replicas": 1, "wait_timeout_seconds": 10}
 
 
 @dataclass(frozen=True)
 class Contest:
-    """What is measured side by side on one server."""
+    """The contestants on one server."""
 
     contestants: Mapping[str, Contestant]
-    """`bare` is what the others are compared with; no store has a better one."""
+    """The others are compared with `bare`."""
     server: str
     repository: IdempotencyRepository
 
@@ -67,13 +67,13 @@ class Contest:
 Opened = AbstractAsyncContextManager[Contest]
 
 
-def _of(repository: IdempotencyRepository, bare: Mapping[str, Contestant], server: str) -> Contest:
+def _contest(repository: IdempotencyRepository, bare: Mapping[str, Contestant], server: str) -> Contest:
     return Contest({**bare, "store": Store(repository), "manager": Manager(repository)}, server, repository)
 
 
 @asynccontextmanager
 async def running(server: Any) -> AsyncIterator[None]:
-    """Started before the block and ended after it."""
+    """Run a server for the duration of the block."""
     await asyncio.to_thread(server.start)
     try:
         yield
@@ -84,43 +84,43 @@ async def running(server: Any) -> AsyncIterator[None]:
 @asynccontextmanager
 async def memory() -> AsyncIterator[Contest]:
     async with open_store(MemoryStoreSettings(kind="memory"), key_prefix="bench") as store:
-        yield _of(store, {}, "this process")
+        yield _contest(store, {}, "this process")
 
 
 @asynccontextmanager
 async def redis() -> AsyncIterator[Contest]:
     server = RedisServer(config={"appendonly": "yes"})
     async with running(server), AsyncExitStack() as stack:
-        settings = RedisStoreSettings.model_validate({"kind": "redis", "url": server.url, **_PATIENT})
+        settings = RedisStoreSettings.model_validate({"kind": "redis", "url": server.url, **_LONG_TIMEOUT})
         store = await stack.enter_async_context(open_store(settings, key_prefix="bench"))
         client = redis_client(settings)
         stack.push_async_callback(client.aclose)
-        yield _of(store, {"bare": BareRedis(client)}, await asyncio.to_thread(redis_version, server))
+        yield _contest(store, {"bare": BareRedis(client)}, await asyncio.to_thread(redis_version, server))
 
 
 @asynccontextmanager
 async def redis_cluster() -> AsyncIterator[Contest]:
     cluster = RedisCluster()
     async with running(cluster), AsyncExitStack() as stack:
-        store = await stack.enter_async_context(open_store(cluster.settings(**_PATIENT), key_prefix="bench"))
+        store = await stack.enter_async_context(open_store(cluster.settings(**_LONG_TIMEOUT), key_prefix="bench"))
         nodes = [ClusterNode("127.0.0.1", server.port) for server in cluster.servers]
-        # Its pool waits for nobody: fewer connections than callers are an error.
+        # Its pool does not wait: fewer connections than callers would be an error.
         client = ClusterClient(startup_nodes=nodes)
         stack.push_async_callback(client.aclose)
         version = await asyncio.to_thread(redis_version, cluster.servers[0])
-        yield _of(store, {"bare": BareRedisCluster(client)}, f"{version}, 3 primaries with a replica each")
+        yield _contest(store, {"bare": BareRedisCluster(client)}, f"{version}, 3 primaries with a replica each")
 
 
 @asynccontextmanager
 async def redis_sentinel(*, wait: bool = False) -> AsyncIterator[Contest]:
     group = RedisGroup()
     async with running(group), AsyncExitStack() as stack:
-        settings = group.settings(**(_PATIENT_WAIT if wait else _PATIENT))
+        settings = group.settings(**(_LONG_TIMEOUT_WAIT if wait else _LONG_TIMEOUT))
         store = await stack.enter_async_context(open_store(settings, key_prefix="bench"))
         client = redis_sentinel_client(settings)
         stack.push_async_callback(client.aclose)
         version = await asyncio.to_thread(redis_version, group.servers[0])
-        yield _of(store, {"bare": BareRedis(client, wait=wait)}, f"{version}, a primary and 2 replicas")
+        yield _contest(store, {"bare": BareRedis(client, wait=wait)}, f"{version}, a primary and 2 replicas")
 
 
 @asynccontextmanager
@@ -130,19 +130,19 @@ async def redis_sentinel_wait() -> AsyncIterator[Contest]:
 
 
 def redis_version(server: RedisServer) -> str:
-    """What it is, with the settings that all benchmarks give it.  Blocks."""
-    told = server.admin("INFO", "server")
-    return f"Redis {told['redis_version']}, appendonly yes, appendfsync everysec"
+    """Describe the server and its settings. Blocks."""
+    info = server.admin("INFO", "server")
+    return f"Redis {info['redis_version']}, appendonly yes, appendfsync everysec"
 
 
 def kafka_version() -> str:
-    """By the jar that is run."""
+    """Read the version from the name of the jar."""
     [jar] = find_jars().glob("kafka_*.jar")
     return jar.stem.rpartition("-")[2]
 
 
 class DurablePostgres(PostgresServer):
-    """Keeps what it has acknowledged, through a crash of the machine too."""
+    """A PostgreSQL that persists acknowledged commits, even across a crash of the machine."""
 
     def __init__(self) -> None:
         super().__init__(keeps_commits=True)
@@ -158,8 +158,8 @@ async def postgresql() -> AsyncIterator[Contest]:
         )
         async with pool:
             bare: dict[str, Contestant] = {"bare": BareAsyncpg(pool), "core": BareSqlalchemy(engine)}
-            version = await asked(engine, "SELECT current_setting('server_version')")
-            yield _of(store, bare, f"PostgreSQL {version}, fsync on, Unix socket")
+            version = await query(engine, "SELECT current_setting('server_version')")
+            yield _contest(store, bare, f"PostgreSQL {version}, fsync on, Unix socket")
 
 
 @asynccontextmanager
@@ -176,8 +176,8 @@ async def mysql() -> AsyncIterator[Contest]:
         )
         async with pool:
             bare: dict[str, Contestant] = {"bare": BareAiomysql(pool), "core": BareSqlalchemy(engine)}
-            version = await asked(engine, "SELECT version()")
-            yield _of(store, bare, f"{version}, innodb_flush_log_at_trx_commit 1, Unix socket")
+            version = await query(engine, "SELECT version()")
+            yield _contest(store, bare, f"{version}, innodb_flush_log_at_trx_commit 1, Unix socket")
 
 
 @asynccontextmanager
@@ -188,16 +188,16 @@ async def sqlite() -> AsyncIterator[Contest]:
             _sql(f"sqlite+aiosqlite:///{file}", "sqlite") as (engine, store),
             aiosqlite.connect(file, isolation_level=None, timeout=60) as connection,
         ):
-            # WAL is the file's; the rest is each connection's.
+            # WAL is a property of the file; other settings apply per connection.
             await connection.execute("PRAGMA synchronous = FULL")
             bare: dict[str, Contestant] = {"bare": BareAiosqlite(connection), "core": BareSqlalchemy(engine)}
-            version = await asked(engine, "SELECT sqlite_version()")
-            yield _of(store, bare, f"SQLite {version}, WAL, synchronous FULL")
+            version = await query(engine, "SELECT sqlite_version()")
+            yield _contest(store, bare, f"SQLite {version}, WAL, synchronous FULL")
 
 
 @asynccontextmanager
 async def _sql(url: str, kind: str) -> AsyncIterator[tuple[AsyncEngine, IdempotencyRepository]]:
-    """The engine as settings make it, but for patience."""
+    """Create the engine as settings do, but with long timeouts."""
     engine = sql_engine(url, lock_timeout_seconds=50)
     try:
         await migrate(engine)
@@ -208,10 +208,10 @@ async def _sql(url: str, kind: str) -> AsyncIterator[tuple[AsyncEngine, Idempote
         await engine.dispose()
 
 
-async def asked(engine: AsyncEngine, question: str) -> str:
-    """The answer of a query that has one."""
+async def query(engine: AsyncEngine, statement: str) -> str:
+    """Return the single value of a query."""
     async with engine.connect() as connection:
-        return str((await connection.execute(text(question))).scalar_one())
+        return str((await connection.execute(text(statement))).scalar_one())
 
 
 @asynccontextmanager
@@ -219,14 +219,14 @@ async def dynamodb() -> AsyncIterator[Contest]:
     os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "none", "AWS_EC2_METADATA_DISABLED": "true"}
     server = DynamoServer()
     async with running(server), AsyncExitStack() as stack:
-        settings: DynamodbStoreSettings = server.settings(**_PATIENT)
+        settings: DynamodbStoreSettings = server.settings(**_LONG_TIMEOUT)
         client = await stack.enter_async_context(dynamo_client(settings))
         for table in (settings.table, "bare"):
             await client.create_table(
                 TableName=table, KeySchema=KEYS, AttributeDefinitions=TYPES, BillingMode="PAY_PER_REQUEST"
             )
         store = await stack.enter_async_context(open_store(settings, key_prefix="bench"))
-        yield _of(store, {"bare": BareDynamodb(client, "bare")}, "DynamoDB Local, in memory: an emulator")
+        yield _contest(store, {"bare": BareDynamodb(client, "bare")}, "DynamoDB Local, in memory: an emulator")
 
 
 KINDS: Final[Mapping[str, Callable[[], Opened]]] = {

@@ -1,6 +1,6 @@
-"""What does a guarded call cost, beside the two calls of redis-py that people write by hand?
+"""What does a guarded call cost, compared with two hand-written redis-py calls, and with other libraries?
 
-And beside other libraries, as they come.  Keys are fresh, or known to all as done.
+Keys are new, or completed already.
 """
 
 from __future__ import annotations
@@ -11,11 +11,21 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Final
 
-from benchmarks.contestants import must
-from benchmarks.guards import Guard, Idemkit, IdempotencyKit, Ours, Powertools, RawRedis
-from benchmarks.measuring import AT_ONCE, Flat, turned
-from benchmarks.places import RedisPlace, redis_place
-from benchmarks.rounds import Comparison, Measured, Options, Tell, Turn, compared, fresh_keys, in_lanes, spread_of
+from benchmarks.contestants import ensure
+from benchmarks.guards import Guard, Idemkit, IdempotencyKit, Integr8sIdem, Powertools, RawRedis
+from benchmarks.measuring import CONCURRENCY, Flat, rotated
+from benchmarks.places import RedisEnvironment, redis_environment
+from benchmarks.rounds import (
+    Comparison,
+    Measured,
+    Options,
+    Progress,
+    Turn,
+    compare,
+    fresh_keys,
+    run_concurrently,
+    spread_of,
+)
 
 KEYS: Final = (
     "single_fresh_c1",
@@ -26,117 +36,121 @@ KEYS: Final = (
     "vs_idempotency_kit_fresh_c64",
     "latency_p99_ratio",
 )
-KNOWN: Final = 2_000
-"""Keys that are done before a turn of duplicates begins; gone through again and again."""
-LOOKED_AT: Final = 50
-"""Duplicates behind a turn whose answers are looked at."""
+COMPLETED_KEYS: Final = 2_000
+"""Number of keys completed before the turns of duplicates, which cycle through them."""
+CHECKED: Final = 50
+"""Number of duplicates whose results are checked after a turn."""
 CALLS: Final = 500
-"""Single calls of each in a round of the latency."""
+"""Number of calls per contestant in a round of the latency figure."""
 PAUSE: Final = 0.001
-"""Seconds between two of them: the load is low."""
+"""Seconds between two calls, for a low load."""
 
 
-async def measured(options: Options, tell: Tell) -> Flat:
-    """Each figure of this question."""
-    told: Flat = {}
-    async with redis_place() as place:
-        async for comparison in _comparisons(place):
-            told |= await compared(comparison, options, tell)
+async def measure(options: Options, progress: Progress) -> Flat:
+    """Measure each figure of this benchmark."""
+    results: Flat = {}
+    async with redis_environment() as env:
+        async for comparison in _comparisons(env):
+            results |= await compare(comparison, options, progress)
         if options.wants("latency_p99_ratio"):
-            told |= await _latency(await _ours(place), RawRedis(place), options, tell)
-        told["single.server"] = place.version
-    return told
+            results |= await _latency(await _this_library(env), RawRedis(env), options, progress)
+        results["single.server"] = env.version
+    return results
 
 
-async def _comparisons(place: RedisPlace) -> AsyncIterator[Comparison]:
-    ours, raw = await _ours(place), RawRedis(place)
-    peers: Mapping[str, Guard] = {"idemkit": Idemkit(place), "idempotency_kit": IdempotencyKit(place)}
-    few: Mapping[str, Guard] = {"ours": ours, "raw": raw, "powertools_sync": Powertools(place)}
-    many: Mapping[str, Guard] = {"ours": ours, "raw": raw, **peers}
+async def _comparisons(env: RedisEnvironment) -> AsyncIterator[Comparison]:
+    library, raw = await _this_library(env), RawRedis(env)
+    peers: Mapping[str, Guard] = {"idemkit": Idemkit(env), "idempotency_kit": IdempotencyKit(env)}
+    sequential: Mapping[str, Guard] = {"ours": library, "raw": raw, "powertools_sync": Powertools(env)}
+    concurrent: Mapping[str, Guard] = {"ours": library, "raw": raw, **peers}
     vs_peers = {f"vs_{name}_fresh_c64": ("ours", name) for name in peers}
-    yield Comparison("fresh_c1", _fresh(few, 1), {"single_fresh_c1": ("ours", "raw")})
-    yield Comparison("fresh_c64", _fresh(many, AT_ONCE), {"single_fresh_c64": ("ours", "raw"), **vs_peers})
-    yield Comparison("duplicate_c1", await _known(few, 1), {"single_duplicate_c1": ("ours", "raw")})
-    yield Comparison("duplicate_c64", await _known(many, AT_ONCE), {"single_duplicate_c64": ("ours", "raw")})
+    yield Comparison("fresh_c1", _new_keys(sequential, 1), {"single_fresh_c1": ("ours", "raw")})
+    yield Comparison("fresh_c64", _new_keys(concurrent, CONCURRENCY), {"single_fresh_c64": ("ours", "raw"), **vs_peers})
+    yield Comparison("duplicate_c1", await _duplicates(sequential, 1), {"single_duplicate_c1": ("ours", "raw")})
+    yield Comparison(
+        "duplicate_c64", await _duplicates(concurrent, CONCURRENCY), {"single_duplicate_c64": ("ours", "raw")}
+    )
 
 
-async def _ours(place: RedisPlace) -> Ours:
-    return Ours(await place.manager("bench"))
+async def _this_library(env: RedisEnvironment) -> Integr8sIdem:
+    return Integr8sIdem(await env.manager("bench"))
 
 
-def _fresh(guards: Mapping[str, Guard], at_once: int) -> dict[str, Turn]:
-    return {name: fresh(guard, f"{name}-{at_once}", at_once) for name, guard in guards.items()}
+def _new_keys(guards: Mapping[str, Guard], concurrency: int) -> dict[str, Turn]:
+    return {name: fresh(guard, f"{name}-{concurrency}", concurrency) for name, guard in guards.items()}
 
 
-async def _known(guards: Mapping[str, Guard], at_once: int) -> dict[str, Turn]:
-    return {name: await duplicate(guard, f"{name}-{at_once}-known", at_once) for name, guard in guards.items()}
+async def _duplicates(guards: Mapping[str, Guard], concurrency: int) -> dict[str, Turn]:
+    return {name: await duplicate(guard, f"{name}-{concurrency}-known", concurrency) for name, guard in guards.items()}
 
 
-def fresh(guard: Guard, name: str, at_once: int) -> Turn:
-    """Turns of new keys: each must be handled, and blocked when it comes again."""
+def fresh(guard: Guard, name: str, concurrency: int) -> Turn:
+    """Create a turn of new keys, each of which must be handled once; a duplicate is checked at its end."""
     keys = fresh_keys(name)
 
     async def turn(seconds: float) -> Measured:
         before = guard.handled
-        found = await in_lanes(guard.once, keys, at_once, seconds)
-        must(guard.handled - before == found.events, f"{name}: {guard.handled - before} of {found.events} handled")
-        again = next(keys)
-        await guard.once(again)
-        await _answered(guard, name, [again])
-        must(guard.handled - before == found.events + 1, f"{name} lets a duplicate through")
-        return found
+        measured = await run_concurrently(guard.once, keys, concurrency, seconds)
+        ensure(
+            guard.handled - before == measured.events, f"{name}: {guard.handled - before} of {measured.events} handled"
+        )
+        key = next(keys)
+        await guard.once(key)
+        await _check_answers(guard, name, [key])
+        ensure(guard.handled - before == measured.events + 1, f"{name} lets a duplicate through")
+        return measured
 
     return turn
 
 
-async def duplicate(guard: Guard, name: str, at_once: int, *, known: int = KNOWN) -> Turn:
-    """Turns of keys that are done: none may be handled."""
-    names = list(itertools.islice(fresh_keys(name), known))
-    for start in range(0, known, AT_ONCE):
-        await asyncio.gather(*(guard.once(key) for key in names[start : start + AT_ONCE]))
+async def duplicate(guard: Guard, name: str, concurrency: int, *, completed: int = COMPLETED_KEYS) -> Turn:
+    """Complete keys, and create a turn of their duplicates, none of which may be handled."""
+    names = list(itertools.islice(fresh_keys(name), completed))
+    for start in range(0, completed, CONCURRENCY):
+        await asyncio.gather(*(guard.once(key) for key in names[start : start + CONCURRENCY]))
     keys = itertools.cycle(names)
 
     async def turn(seconds: float) -> Measured:
         before = guard.handled
-        found = await in_lanes(guard.once, keys, at_once, seconds)
-        await _answered(guard, name, names[:LOOKED_AT])
-        must(guard.handled == before, f"{name}: {guard.handled - before} of {found.events} were not blocked")
-        return found
+        measured = await run_concurrently(guard.once, keys, concurrency, seconds)
+        await _check_answers(guard, name, names[:CHECKED])
+        ensure(guard.handled == before, f"{name}: {guard.handled - before} of {measured.events} were not blocked")
+        return measured
 
     return turn
 
 
-async def _answered(guard: Guard, name: str, keys: Iterable[str]) -> None:
-    """Keys that are done have the answer that they should have."""
+async def _check_answers(guard: Guard, name: str, keys: Iterable[str]) -> None:
+    """Raise AssertionError unless duplicates of `keys` return the expected result."""
     for key in keys:
         answer = await guard.once(key)
-        must(answer == guard.answer, f"{name} answers a duplicate with {answer!r}, not {guard.answer!r}")
+        ensure(answer == guard.answer, f"{name} returns {answer!r} for a duplicate, not {guard.answer!r}")
 
 
-async def _latency(ours: Guard, raw: Guard, options: Options, tell: Tell) -> Flat:
-    """The p99 of single calls.  The two take turns call by call: a hiccup hits whom it hits."""
+async def _latency(library: Guard, raw: Guard, options: Options, progress: Progress) -> Flat:
+    """Measure the p99 of single calls. The contestants alternate call by call, so that hiccups affect both equally."""
     ratios, tails = [], {"ours": [0.0], "raw": [0.0]}
     keys = {name: fresh_keys(f"{name}-latency") for name in tails}
     for number in range(options.rounds + 1):
         taken: dict[str, list[float]] = {"ours": [], "raw": []}
-        handled = {"ours": ours.handled, "raw": raw.handled}
+        handled = {"ours": library.handled, "raw": raw.handled}
         for call in range(CALLS if number else CALLS // 5):
-            for name, guard in turned([("ours", ours), ("raw", raw)], call):
+            for name, guard in rotated([("ours", library), ("raw", raw)], call):
                 await asyncio.sleep(PAUSE)
                 start = time.perf_counter()
                 await guard.once(next(keys[name]))
                 taken[name].append(time.perf_counter() - start)
-        for name, guard in (("ours", ours), ("raw", raw)):
+        for name, guard in (("ours", library), ("raw", raw)):
             done = guard.handled - handled[name]
-            must(done == len(taken[name]), f"{name}: {done} of {len(taken[name])} single calls handled")
+            ensure(done == len(taken[name]), f"{name}: {done} of {len(taken[name])} single calls handled")
         if number:
             p99 = {name: sorted(times)[int(len(times) * 0.99)] * 1e6 for name, times in taken.items()}
             ratios.append(p99["ours"] / p99["raw"])
             for name, value in p99.items():
                 tails[name].append(value)
-            tell(f"round {number}: p99 ours {p99['ours']:.0f} µs, raw {p99['raw']:.0f} µs")
+            progress(f"round {number}: p99 this library {p99['ours']:.0f} µs, raw {p99['raw']:.0f} µs")
     key = "latency_p99_ratio"
-    told = spread_of(key, ratios)
-    tell(f"{key} = {told[key]} ({told[f'{key}.min']}..{told[f'{key}.max']})")
-    told |= spread_of(f"{key}.us", tails["ours"][1:]) | spread_of(f"{key}.partner_us", tails["raw"][1:])
-    return told
+    results = spread_of(key, ratios)
+    progress(f"{key} = {results[key]} ({results[f'{key}.min']}..{results[f'{key}.max']})")
+    results |= spread_of(f"{key}.us", tails["ours"][1:]) | spread_of(f"{key}.partner_us", tails["raw"][1:])
+    return results

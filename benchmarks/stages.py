@@ -1,6 +1,6 @@
-"""The stages of an event, each alone: the parts that a service is made of, called one after the other.
+"""The stages of handling an event, each measured alone: the components of a service, called one after the other.
 
-Events go through in portions as large as a wave of the worker, so that each stage does for many what it does there.
+Events are processed in batches as large as those of the worker, so that each stage costs the same as in a service.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 from aiokafka import ConsumerRecord, TopicPartition
 from dishka import AsyncContainer, FromDishka, Provider, Scope, make_async_container, provide
 
-from benchmarks.contestants import must
+from benchmarks.contestants import ensure
 from benchmarks.kafka import POLL_RECORDS, Handler, OrderPlaced, Topic, new_scope, router_of
 from integr8s_idem import (
     EventDispatcher,
@@ -51,18 +51,18 @@ COMMITS: Final = 50
 Record: TypeAlias = ConsumerRecord[Any, Any]
 
 Costs: TypeAlias = dict[str, float]
-"""Microseconds of CPU in this process for each event, by what they are spent on."""
+"""Microseconds of CPU in this process per event, by stage."""
 
 
 @dataclass
 class Clocks:
-    """How much CPU each stage has taken."""
+    """CPU time by stage."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """The block is a part of that stage."""
+        """Add the CPU time of the block to a stage."""
         before = time.process_time()
         try:
             yield
@@ -75,7 +75,7 @@ class Clocks:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """What the garbage collector takes depends on all that is alive, and is measured in whole services."""
+    """Disable the garbage collector, whose time depends on all live objects; it is measured in whole services."""
     gc.disable()
     try:
         yield
@@ -85,25 +85,25 @@ def without_collector() -> Iterator[None]:
 
 @contextmanager
 def collector() -> Iterator[Clocks]:
-    """How much CPU the garbage collector takes in the block, as the stage `gc`."""
+    """Measure the CPU time of the garbage collector in the block, as the stage `gc`."""
     clocks, before = Clocks({"gc": 0.0}), 0.0
 
-    def told(phase: str, _: Mapping[str, int]) -> None:
+    def on_collection(phase: str, _: Mapping[str, int]) -> None:
         nonlocal before
         if phase == "start":
             before = time.thread_time()
         else:
             clocks.seconds["gc"] += time.thread_time() - before
 
-    gc.callbacks.append(told)
+    gc.callbacks.append(on_collection)
     try:
         yield clocks
     finally:
-        gc.callbacks.remove(told)
+        gc.callbacks.remove(on_collection)
 
 
 class FreeStore(MemoryIdempotencyRepository):
-    """Says yes to everything and remembers nothing: what a store costs is what is left out with it."""
+    """A store that reserves and completes everything and stores nothing, to exclude the cost of a store."""
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         return [
@@ -116,11 +116,11 @@ class FreeStore(MemoryIdempotencyRepository):
 
 
 class Log:
-    """A consumer of messages that were fetched before: what fetching costs is what is left out with it."""
+    """A consumer of messages fetched earlier, to exclude the cost of fetching."""
 
     def __init__(self, records: Mapping[TopicPartition, Sequence[Record]]) -> None:
         self._records = records
-        self._places = dict.fromkeys(records, 0)
+        self._positions = dict.fromkeys(records, 0)
         self._listener: Any = None
 
     def subscribe(self, _: Sequence[str], *, listener: Any) -> None:
@@ -133,10 +133,10 @@ class Log:
         await self._listener.on_partitions_revoked(set(self._records))
 
     async def getmany(self, *_: Any, timeout_ms: int, max_records: int) -> dict[Any, Sequence[Record]]:
-        """From one partition at a time, as a fetch brings them."""
-        for partition, place in self._places.items():
-            if found := self._records[partition][place : place + max_records]:
-                self._places[partition] = place + len(found)
+        """Return messages of one partition at a time, as a fetch does."""
+        for partition, position in self._positions.items():
+            if found := self._records[partition][position : position + max_records]:
+                self._positions[partition] = position + len(found)
                 await asyncio.sleep(0)
                 return {partition: found}
         await asyncio.sleep(timeout_ms / 1000)
@@ -145,10 +145,10 @@ class Log:
     async def commit(self, offsets: Mapping[Any, int]) -> None: ...
 
     async def position(self, partition: Any) -> int:
-        return self._places[partition]
+        return self._positions[partition]
 
     def seek(self, partition: Any, offset: int) -> None:
-        raise AssertionError("nothing of it fails")
+        raise AssertionError("seek is not expected: no event fails")
 
     def pause(self, *partitions: Any) -> None: ...
 
@@ -165,10 +165,10 @@ class Log:
 
 
 class UnitOfWork:
-    """What handlers often ask for: something that lives as long as one event is handled."""
+    """A dependency in REQUEST scope, as handlers often have one."""
 
 
-class _UnitsOfWork(Provider):
+class _UnitOfWorkProvider(Provider):
     @provide(scope=Scope.REQUEST)
     async def unit(self) -> AsyncGenerator[UnitOfWork, None]:
         yield UnitOfWork()
@@ -176,7 +176,7 @@ class _UnitsOfWork(Provider):
 
 @asynccontextmanager
 async def scoped(handler: Handler) -> AsyncGenerator[tuple[EventRouter, Invoke], None]:
-    """A handler with something of a REQUEST scope, and how Dishka calls it."""
+    """Create a handler with a dependency in REQUEST scope, and the function that calls it through Dishka."""
     router = EventRouter()
 
     @router.on(OrderPlaced)
@@ -189,7 +189,7 @@ async def scoped(handler: Handler) -> AsyncGenerator[tuple[EventRouter, Invoke],
     container: AsyncContainer = make_async_container(
         TelemetryProvider(),
         EventContextProvider(),
-        _UnitsOfWork(),
+        _UnitOfWorkProvider(),
         provider,
         IdempotencyProvider(),
         KafkaProvider(),
@@ -201,22 +201,22 @@ async def scoped(handler: Handler) -> AsyncGenerator[tuple[EventRouter, Invoke],
         await container.close()
 
 
-async def fetched(topic: Topic) -> tuple[Costs, dict[TopicPartition, list[Record]]]:
-    """All messages of `topic`, what fetching them costs, and committing."""
-    clocks, found, left = Clocks(), dict[TopicPartition, list[Record]](), topic.events
+async def fetch_all(topic: Topic) -> tuple[Costs, dict[TopicPartition, list[Record]]]:
+    """Fetch all messages of `topic`; return the costs of fetching and committing, and the messages."""
+    clocks, found, remaining = Clocks(), dict[TopicPartition, list[Record]](), topic.events
     consumer: Any = make_consumer(topic.settings, new_scope())
     consumer.subscribe([topic.name])
     await consumer.start()
     try:
-        # As for a whole service, time counts from the first messages on.
+        # As for a whole service, time is measured from the first messages on.
         while not (batches := await consumer.getmany(timeout_ms=200, max_records=POLL_RECORDS)):
             pass
         with without_collector(), clocks.stage("fetch"):
             while True:
                 for partition, records in batches.items():
                     found.setdefault(partition, []).extend(records)
-                    left -= len(records)
-                if left <= 0:
+                    remaining -= len(records)
+                if remaining <= 0:
                     break
                 batches = await consumer.getmany(timeout_ms=200, max_records=POLL_RECORDS)
         offsets = {partition: records[-1].offset + 1 for partition, records in found.items()}
@@ -230,13 +230,13 @@ async def fetched(topic: Topic) -> tuple[Costs, dict[TopicPartition, list[Record
 
 
 class Stages:
-    """What comes between fetching and committing."""
+    """The stages between fetching and committing."""
 
     def __init__(self, records: Mapping[TopicPartition, Sequence[Record]]) -> None:
         self._records = [record for part in records.values() for record in part]
 
     async def run(self, repository: IdempotencyRepository) -> Costs:
-        """All records, a wave at a time, stage by stage."""
+        """Process all records in batches, stage by stage."""
         clocks, handler = Clocks(), Handler(len(self._records))
         manager = IdempotencyManager(IdempotencyConfig(), repository, scope=new_scope())
         dispatcher = IdempotentEventDispatcher(router_of(handler), manager)
@@ -251,37 +251,37 @@ class Stages:
                                 decoder.decode(record.value, record.headers)
                                 for record in self._records[start : start + MOST_TOGETHER]
                             ]
-                        await _handled(clocks, dispatcher, events)
-                        await _called(clocks, handler, dispatcher, in_scope, events)
+                        await _run_guarded(clocks, dispatcher, events)
+                        await _run_handlers(clocks, handler, dispatcher, in_scope, events)
                     gc.collect(0)
         finally:
             await manager.close()
         return clocks.us(len(self._records))
 
 
-async def _handled(clocks: Clocks, dispatcher: EventDispatcher, events: Sequence[BaseEvent]) -> None:
+async def _run_guarded(clocks: Clocks, dispatcher: EventDispatcher, events: Sequence[BaseEvent]) -> None:
     with clocks.stage("key"):
         executions = [dispatcher.executions(event)[0] for event in events]
     guarded = [execution for execution in executions if isinstance(execution, GuardedExecution)]
     executor = guarded[0].executor
-    asked_at, options = executor.now(), RunOptions(_never)
+    requested_at, options = executor.now(), RunOptions(_never)
     with clocks.stage("reserve"):
         verdicts = await executor.reserve_together([execution.work for execution in guarded])
-    done: list[Returned[Any]] = []
+    returned_runs: list[Returned[Any]] = []
     with clocks.stage("run"):
         for execution, verdict in zip(guarded, verdicts, strict=True):
             assert isinstance(verdict, Reserved)
-            returned = await executor.reserved(execution.work, verdict, asked_at, options).call(
+            returned = await executor.reserved(execution.work, verdict, requested_at, options).call(
                 execution.call_patiently
             )
             assert isinstance(returned, Returned)
-            done.append(returned)
+            returned_runs.append(returned)
     with clocks.stage("settle"):
-        written = await executor.complete_together(done)
-    must(all(written), "an outcome was refused")
+        written = await executor.complete_together(returned_runs)
+    ensure(all(written), "the store refused an outcome")
 
 
-async def _called(
+async def _run_handlers(
     clocks: Clocks,
     handler: Handler,
     dispatcher: EventDispatcher,
@@ -292,16 +292,16 @@ async def _called(
         for event in events:
             assert isinstance(event, OrderPlaced)
             await handler.handle(event)
-    for name, of in (("plain_call", dispatcher), ("scoped_call", in_scope)):
-        calls = [_call_of(of.executions(event)[0]) for event in events]
+    for name, variant in (("plain_call", dispatcher), ("scoped_call", in_scope)):
+        calls = [_handler_call(variant.executions(event)[0]) for event in events]
         with clocks.stage(name):
-            for call_of, event, attempt in calls:
-                await call_of.handler.work(event, attempt)
+            for call, event, attempt in calls:
+                await call.handler.work(event, attempt)
 
 
-def _call_of(execution: HandlerExecution) -> tuple[HandlerExecution, BaseEvent, Attempt]:
+def _handler_call(execution: HandlerExecution) -> tuple[HandlerExecution, BaseEvent, Attempt]:
     return execution, execution.event, Attempt("key", 1, 1, float("inf"), "label", 0)
 
 
 async def _never(_: Exception) -> None:
-    raise AssertionError("the store answers")
+    raise AssertionError("the store is not expected to fail")

@@ -1,4 +1,4 @@
-"""Write what was measured into the pages, between their marks: `python -m benchmarks.tables`."""
+"""Write the results into the pages, between their markers: `python -m benchmarks.tables`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.cost_tables import cost_tables
-from benchmarks.markdown import Told
+from benchmarks.markdown import Results
 from benchmarks.markdown import number as _number
 from benchmarks.markdown import table as _table
 from benchmarks.markdown import time as _time
@@ -37,162 +37,163 @@ PEERS: Final = (
     "kafka_vs_raw_loop",
     "sql_inbox_by_hand",
 )
-"""Figures whose partner is what people would use instead."""
+"""Figures whose partner is an alternative to this library."""
 
 
-def tables(told: Told) -> dict[str, str]:
-    """By the name of their marks."""
-    kinds = [kind for kind in KINDS if f"{kind}.server" in told]
+def tables(results: Results) -> dict[str, str]:
+    """Format the results of the stores, by the names of their markers."""
+    kinds = [kind for kind in KINDS if f"{kind}.server" in results]
     return {
         "ratios": _table(
-            ["store", "one at a time", "64 at once", "batches of 100", "64 at once by the manager"],
-            [[f"`{kind}`", *(_compared(told, f"{kind}.store.{mode}") for mode in MODES),
-              _compared(told, f"{kind}.manager.many")] for kind in kinds],
+            ["store", "one at a time", "64 at once", "batches of 100", "64 at once, by the manager"],
+            [[f"`{kind}`", *(_ratio_and_rate(results, f"{kind}.store.{mode}") for mode in MODES),
+              _ratio_and_rate(results, f"{kind}.manager.many")] for kind in kinds],
         ),
         "bare": _table(
             ["driver alone", "one at a time", "64 at once", "batches of 100"],
-            [[f"`{kind}`", *(_rate(told, f"{kind}.bare.{mode}") for mode in MODES)] for kind in kinds
-             if f"{kind}.bare.one.rate.median" in told],
+            [[f"`{kind}`", *(_rate(results, f"{kind}.bare.{mode}") for mode in MODES)] for kind in kinds
+             if f"{kind}.bare.one.rate.median" in results],
         ),
         "core": _table(
             ["SQLAlchemy Core on the store's engine", "one at a time", "64 at once", "batches of 100"],
-            [[f"`{kind}`", *(_compared(told, f"{kind}.core.{mode}") for mode in MODES)] for kind in kinds
-             if f"{kind}.core.one.rate.median" in told],
+            [[f"`{kind}`", *(_ratio_and_rate(results, f"{kind}.core.{mode}") for mode in MODES)] for kind in kinds
+             if f"{kind}.core.one.rate.median" in results],
         ),
         "purge": _table(
-            ["store", "rows", "seconds", "rate beside it, to the rate without"],
-            [[f"`{kind}`", f"{told[f'{kind}.purge.rows']:,}".replace(",", " "), _spread(told, f"{kind}.purge.seconds"),
-              _spread(told, f"{kind}.purge.ratio")] for kind in kinds if f"{kind}.purge.rows" in told],
+            ["store", "rows", "seconds", "rate during the purge ÷ rate before"],
+            [[f"`{kind}`", f"{results[f'{kind}.purge.rows']:,}".replace(",", " "),
+              _spread(results, f"{kind}.purge.seconds"), _spread(results, f"{kind}.purge.ratio")]
+             for kind in kinds if f"{kind}.purge.rows" in results],
         ),
         "servers": _table(
-            ["store", "server", "rounds", "seconds of a turn", "load of the machine before"],
-            [[f"`{kind}`", told[f"{kind}.server"], told[f"{kind}.rounds"], told[f"{kind}.seconds"],
-              told[f"{kind}.load_before"]]
+            ["store", "server", "rounds", "seconds per turn", "load before"],
+            [[f"`{kind}`", results[f"{kind}.server"], results[f"{kind}.rounds"], results[f"{kind}.seconds"],
+              results[f"{kind}.load_before"]]
              for kind in kinds],
         ),
-        "machine": _machine(told),
+        "machine": _machine(results),
     }  # fmt: skip
 
 
-def latest_tables(told: Told) -> dict[str, str]:
-    """The same for the figures and whoever takes part in them."""
+def latest_tables(results: Results) -> dict[str, str]:
+    """Format the figures and their contestants, by the names of their markers."""
     meanings = {**RATIOS, **{key: target.meaning for key, target in TARGETS.items()}}
     return {
         "figures": _table(
-            ["figure", "is", "at least", "measured", "by CPU", "ours", "partner"],
-            [[f"`{key}`", target.meaning, target, _latest(told, key), _plain(told, f"{key}.cpu_ratio"),
-              _micros(told, f"{key}.us"), _micros(told, f"{key}.partner_us")]
-             for key, target in TARGETS.items() if key in told]
-            + [[f"`{key}`", meaning, "", _spread_of(told, key), _plain(told, f"{key}.cpu_ratio"),
-                _micros(told, f"{key}.us"), _micros(told, f"{key}.partner_us")]
-               for key, meaning in RATIOS.items() if key in told],
-            words=2,
-        ) + _limits(told),
+            ["figure", "meaning", "target", "measured", "by CPU", "this library", "partner"],
+            [[f"`{key}`", target.meaning, target, _latest(results, key), _optional(results, f"{key}.cpu_ratio"),
+              _duration(results, f"{key}.us"), _duration(results, f"{key}.partner_us")]
+             for key, target in TARGETS.items() if key in results]
+            + [[f"`{key}`", meaning, "", _spread_of(results, key), _optional(results, f"{key}.cpu_ratio"),
+                _duration(results, f"{key}.us"), _duration(results, f"{key}.partner_us")]
+               for key, meaning in RATIOS.items() if key in results],
+            text_columns=2,
+        ) + _limits(results),
         "peers": _table(
-            ["ours ÷ theirs", "is", "measured", "by CPU"],
-            [[f"`{key}`", meanings[key], _spread_of(told, key), _plain(told, f"{key}.cpu_ratio")]
-             for key in PEERS if key in told and key in meanings],
-            words=2,
+            ["figure", "meaning", "measured", "by CPU"],
+            [[f"`{key}`", meanings[key], _spread_of(results, key), _optional(results, f"{key}.cpu_ratio")]
+             for key in PEERS if key in results and key in meanings],
+            text_columns=2,
         ),
         "contestants": _table(
-            ["contestant", "takes for an event, by contest", "guarantees", "does not"],
+            ["contestant", "time per event, by comparison", "guarantees", "limitations"],
             [[f"`{name}`", taken, *promises] for name, promises in GUARANTEES.items()
-             if (taken := _everywhere(told, name))],
-            words=4,
+             if (taken := _times_by_contest(results, name))],
+            text_columns=4,
         ),
-        "figures-machine": _machine(told),
+        "figures-machine": _machine(results),
         "figures-servers": _table(
-            ["question", "server", "rounds", "seconds of a turn", "measured at"],
-            [[f"`{name}.py`", *(told.get(f"{name}.{what}", "") for what in
-              ("server", "rounds", "turn_seconds", "measured_at"))] for name in _questions(told)],
-            words=2,
+            ["benchmark", "server", "rounds", "seconds per turn", "measured at"],
+            [[f"`{name}.py`", *(results.get(f"{name}.{what}", "") for what in
+              ("server", "rounds", "turn_seconds", "measured_at"))] for name in _benchmarks(results)],
+            text_columns=2,
         ),
     }  # fmt: skip
 
 
-def missed(told: Told) -> list[str]:
-    """The keys of figures that do not reach their targets."""
-    return [key for key, target in TARGETS.items() if key in told and not target.reached(told[key])]
+def missed(results: Results) -> list[str]:
+    """Return the keys of figures that miss their targets."""
+    return [key for key, target in TARGETS.items() if key in results and not target.reached(results[key])]
 
 
-def _limits(told: Told) -> str:
-    """Why targets are missed, where it is known."""
-    limits = [f"- `{key}`: {TARGETS[key].limit}" for key in missed(told) if TARGETS[key].limit]
+def _limits(results: Results) -> str:
+    """List the known reasons for missed targets."""
+    limits = [f"- `{key}`: {TARGETS[key].limit}" for key in missed(results) if TARGETS[key].limit]
     return "".join(["\n\n", "\n".join(limits)]) if limits else ""
 
 
-def _questions(told: Told) -> list[str]:
-    """Whose answers are there."""
-    return [name.partition(".")[0] for name in told if name.endswith(".turn_seconds")]
+def _benchmarks(results: Results) -> list[str]:
+    """Return the benchmarks that have results."""
+    return [name.partition(".")[0] for name in results if name.endswith(".turn_seconds")]
 
 
-def _everywhere(told: Told, contestant: str) -> str:
-    """What it took in each contest, and in brackets the CPU of that."""
+def _times_by_contest(results: Results, contestant: str) -> str:
+    """Format the time per event in each comparison, with its CPU time in brackets."""
     found = []
-    for name, value in told.items():
-        match name.split("."):
-            case ["contest", contest, who, "us"] if who == contestant:
-                found.append(f"`{contest}` {_time(value)} ({_time(told[f'contest.{contest}.{who}.cpu_us'])})")
+    for key, value in results.items():
+        match key.split("."):
+            case ["contest", contest, name, "us"] if name == contestant:
+                found.append(f"`{contest}` {_time(value)} ({_time(results[f'contest.{contest}.{name}.cpu_us'])})")
     return "; ".join(found)
 
 
-def _latest(told: Told, key: str) -> str:
-    return _spread_of(told, key) + ("" if TARGETS[key].reached(told[key]) else " ✗")
+def _latest(results: Results, key: str) -> str:
+    return _spread_of(results, key) + ("" if TARGETS[key].reached(results[key]) else " ✗")
 
 
-def _spread_of(told: Told, key: str) -> str:
-    return f"**{_number(told[key])}** ({_number(told[f'{key}.min'])}..{_number(told[f'{key}.max'])})"
+def _spread_of(results: Results, key: str) -> str:
+    return f"**{_number(results[key])}** ({_number(results[f'{key}.min'])}..{_number(results[f'{key}.max'])})"
 
 
-def _micros(told: Told, name: str) -> str:
-    return _time(told[name]) if name in told else ""
+def _duration(results: Results, name: str) -> str:
+    return _time(results[name]) if name in results else ""
 
 
-def _plain(told: Told, name: str) -> str:
-    return _number(told[name]) if name in told else ""
+def _optional(results: Results, name: str) -> str:
+    return _number(results[name]) if name in results else ""
 
 
-def _machine(told: Told) -> str:
+def _machine(results: Results) -> str:
     versions = [
-        f"{name.removeprefix('version.')} {value}" for name, value in told.items() if name.startswith("version.")
+        f"{name.removeprefix('version.')} {value}" for name, value in results.items() if name.startswith("version.")
     ]
     return (
-        f"{told['machine.cpus']} CPUs ({told['machine.cpu']}), {told['machine.system']}, Python "
-        f"{told['machine.python']}; {', '.join(versions)}."
+        f"{results['machine.cpus']} CPUs ({results['machine.cpu']}), {results['machine.system']}, Python "
+        f"{results['machine.python']}; {', '.join(versions)}."
     )
 
 
 def all_tables() -> dict[str, str]:
-    """Of all results that are committed."""
+    """Format all committed results."""
     stores, latest = (json.loads(file.read_text(encoding="utf-8")) for file in (RESULTS, LATEST))
     return {**tables(stores), **latest_tables(latest), **cost_tables(latest)}
 
 
 def filled(page: str, tables: Mapping[str, str]) -> str:
-    """`page` with what stands between `<!-- NAME -->` and `<!-- end -->` replaced."""
+    """Replace the text between `<!-- NAME -->` and `<!-- end -->` in `page` with the table of that name."""
     for name, table in tables.items():
-        head, mark, rest = page.partition(f"<!-- {name} -->\n")
-        if mark:
+        head, marker, rest = page.partition(f"<!-- {name} -->\n")
+        if marker:
             _, end, tail = rest.partition("<!-- end -->")
-            page = f"{head}{mark}\n{table}\n\n{end}{tail}"
+            page = f"{head}{marker}\n{table}\n\n{end}{tail}"
     return page
 
 
-def _compared(told: Told, name: str) -> str:
-    """The ratio with its spread, and the rate beside it."""
-    return f"{_spread(told, f'{name}.ratio')} {_rate(told, name)}".strip()
+def _ratio_and_rate(results: Results, name: str) -> str:
+    """Format a ratio with its spread, and the rate."""
+    return f"{_spread(results, f'{name}.ratio')} {_rate(results, name)}".strip()
 
 
-def _spread(told: Told, name: str) -> str:
-    if f"{name}.median" not in told:
+def _spread(results: Results, name: str) -> str:
+    if f"{name}.median" not in results:
         return ""
-    middle, least, most = (_number(told[f"{name}.{which}"]) for which in ("median", "min", "max"))
-    return f"**{middle}** ({least}..{most})"
+    middle, minimum, maximum = (_number(results[f"{name}.{which}"]) for which in ("median", "min", "max"))
+    return f"**{middle}** ({minimum}..{maximum})"
 
 
-def _rate(told: Told, name: str) -> str:
-    told_rate = float(f"{told[f'{name}.rate.median']:.2g}")
-    return f"{told_rate:,.0f}/s".replace(",", " ")
+def _rate(results: Results, name: str) -> str:
+    rounded = float(f"{results[f'{name}.rate.median']:.2g}")
+    return f"{rounded:,.0f}/s".replace(",", " ")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What each figure means, what it must come to, and what each contestant promises for its number."""
+"""Meanings and targets of the figures, and the guarantees of the contestants."""
 
 from __future__ import annotations
 
@@ -11,91 +11,98 @@ from benchmarks.limits import LIMITS
 
 @dataclass(frozen=True)
 class Target:
-    """Of one figure."""
+    """The target of one figure."""
 
     meaning: str
     bound: float
     at_most: bool = False
-    """Whether less is better."""
+    """Whether lower is better."""
     limit: str = ""
-    """Where it cannot be reached: why."""
+    """Known reason why it is missed, if any."""
     noise: float = 0.25
-    """Part of itself by which two runs of one state may differ."""
+    """Fraction by which two runs of the same code may differ."""
 
     def reached(self, value: float, *, margin: float = 0.0) -> bool:
-        """Whether `value` is good enough, or misses it by no more than `margin`, a part of it."""
+        """Whether `value` reaches the target, or misses it by at most the fraction `margin`."""
         return value <= self.bound * (1 + margin) if self.at_most else value >= self.bound * (1 - margin)
 
     def worse(self, now: float, before: float) -> bool:
-        """Whether `now` is more than noise behind `before`."""
+        """Whether `now` is worse than `before` by more than the noise."""
         return now > before * (1 + self.noise) if self.at_most else now < before * (1 - self.noise)
 
     def __str__(self) -> str:
-        return f"{'at most ' if self.at_most else ''}{self.bound:g}"
+        return f"{'≤' if self.at_most else '≥'} {self.bound:g}"
 
 
 _TARGETS: Final[Mapping[str, Target]] = {
-    "single_fresh_c1": Target("`manager.run`, fresh keys, one at a time ÷ raw two calls", 0.9),
-    "single_fresh_c64": Target("the same, 64 at once", 3.0),
-    "single_duplicate_c1": Target("`manager.run`, duplicates, one at a time ÷ raw losing `SET NX`", 0.9),
-    "single_duplicate_c64": Target("the same, 64 at once", 3.0),
-    "local_duplicate": Target("duplicates that this process completed ÷ raw losing `SET NX`, one at a time", 20),
+    "single_fresh_c1": Target("`manager.run`, new keys, one at a time ÷ two redis-py calls", 0.9),
+    "single_fresh_c64": Target("`manager.run`, new keys, 64 at once ÷ two redis-py calls", 3.0),
+    "single_duplicate_c1": Target("`manager.run`, duplicates, one at a time ÷ a losing `SET NX`", 0.9),
+    "single_duplicate_c64": Target("`manager.run`, duplicates, 64 at once ÷ a losing `SET NX`", 3.0),
+    "local_duplicate": Target("duplicates of keys that this process completed ÷ a losing `SET NX`, one at a time", 20),
     "batch500_fresh": Target("`reserve` and `complete` in batches of 500 ÷ redis-py's pipelines of 500", 2.5),
-    "kafka_noop": Target("idempotent service ÷ the same with the plain dispatcher, no-op handler", 0.65),
-    "kafka_1ms": Target("the same with a handler that awaits 1 ms, concurrency 64", 0.95),
+    "kafka_noop": Target("idempotent service ÷ the same service with the plain dispatcher, no-op handler", 0.65),
+    "kafka_1ms": Target(
+        "idempotent service ÷ the same service with the plain dispatcher, handler that awaits 1 ms, concurrency 64",
+        0.95,
+    ),
     "kafka_vs_raw_loop": Target("idempotent service ÷ a bare aiokafka loop", 0.4),
     "kafka_vs_faststream": Target("idempotent service ÷ FastStream's subscriber, `ACK_FIRST`", 2.5),
     "kafka_vs_faststream_ack": Target("idempotent service ÷ FastStream's subscriber, `ACK`", 10),
-    "telemetry_on": Target("idempotent service with metrics and spans, 10 % sampled ÷ without", 0.8),
-    "redis_bytes_per_key": Target("`MEMORY USAGE` of a completed record without result", 200, at_most=True, noise=0),
+    "telemetry_on": Target("idempotent service with metrics and spans, 10% sampled ÷ without", 0.8),
+    "redis_bytes_per_key": Target("`MEMORY USAGE` of a completed record without a result", 200, at_most=True, noise=0),
     "growth_2m": Target("rate with 2 million keys in the store ÷ rate with 10 thousand", 0.9),
     "sql_inbox": Target("business insert and record in one transaction ÷ the bare business transaction", 0.7),
-    "vs_idemkit_fresh_c64": Target("`manager.run` ÷ idemkit, fresh keys, 64 at once", 4.0),
-    "vs_idempotency_kit_fresh_c64": Target("`manager.run` ÷ idempotency-kit, fresh keys, 64 at once", 4.0),
+    "vs_idemkit_fresh_c64": Target("`manager.run` ÷ idemkit, new keys, 64 at once", 4.0),
+    "vs_idempotency_kit_fresh_c64": Target("`manager.run` ÷ idempotency-kit, new keys, 64 at once", 4.0),
     "latency_p99_ratio": Target(
-        "p99 of a single guarded call at low load ÷ p99 of raw two calls", 1.3, at_most=True, noise=0.5
+        "p99 of a single guarded call at low load ÷ p99 of two redis-py calls", 1.3, at_most=True, noise=0.5
     ),
 }
 
 RATIOS: Final[Mapping[str, str]] = {
-    "sql_inbox_session": "the same by SQLAlchemy's session ÷ the session without a guard",
-    "sql_inbox_core": "the same by SQLAlchemy Core ÷ Core without a guard",
-    "sql_inbox_by_hand": "the same by SQLAlchemy Core ÷ the bare driver with an inbox by hand",
+    "sql_inbox_session": "business insert and record in a SQLAlchemy session ÷ the session without a guard",
+    "sql_inbox_core": "business insert and record with SQLAlchemy Core ÷ Core without a guard",
+    "sql_inbox_by_hand": "business insert and record with SQLAlchemy Core ÷ the bare driver with a hand-written inbox",
 }
-"""Figures without a target, and what they mean: they say where the time of others goes."""
+"""Meanings of the figures without a target."""
 
 TARGETS: Final[Mapping[str, Target]] = {
     key: replace(target, limit=LIMITS.get(key, "")) for key, target in _TARGETS.items()
 }
 
 _OWNED: Final = (
-    "one owner by token and fence; attempts counted through crashes; late owners refused; the result replayed"
+    "one owner by token and fence; attempts counted across crashes; late owners refused; the result is replayed"
 )
-_EFFECTS: Final = "effects outside the store are not undone when a worker dies between effect and record"
+_EFFECTS: Final = "side effects outside the store are not undone if a worker dies before it writes the record"
 _GUARDED: Final = (f"{_OWNED}; a lease that is renewed while the work runs, and ends when its worker dies", _EFFECTS)
-_VERBS: Final = (f"{_OWNED}; a lease that ends when its worker dies", f"renews no lease by itself; {_EFFECTS}")
+_VERBS: Final = (
+    f"{_OWNED}; a lease that ends when its worker dies",
+    f"leases are not renewed automatically; {_EFFECTS}",
+)
 _BY_HAND: Final = (
-    "the first wins",
-    "a crash blocks the key until it expires; whoever is late overwrites; no result is replayed, no failure remembered",
+    "the first caller wins",
+    "a crash blocks the key until it expires; a late writer overwrites; results are not replayed, and failures "
+    "are not recorded",
 )
 _KEY_TOGETHER: Final = (
-    "row and key commit together; the first wins",
-    "no lease, no attempts, no check of the payload, no expiry; no result is replayed",
+    "row and key commit together; the first caller wins",
+    "no lease, no attempts, no check of the payload, no expiry; results are not replayed",
 )
-_TOGETHER: Final = "row and record commit together: exactly once, whatever crashes; the result replayed"
-_CROSSING: Final = "what the handler does outside this database"
-_UNGUARDED: Final = "no duplicate is noticed"
+_TOGETHER: Final = "row and record commit together: exactly once at any crash point; the result is replayed"
+_CROSSING: Final = "does not cover side effects outside this database"
+_UNGUARDED: Final = "duplicates are not detected"
 
 GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
     "ours": _GUARDED,
     "raw": _BY_HAND,
     "idemkit": (
-        "claims by token in Lua; lease renewed while the function runs; result replayed",
-        "no fence, no attempts counted for functions; one round trip for each claim and each completion",
+        "claims by token in Lua; the lease is renewed while the function runs; the result is replayed",
+        "no fence, no attempts counted for functions; one round trip per claim and per completion",
     ),
     "idempotency_kit": (
-        "`SET NX`, renewed while the action runs; result replayed",
-        "no token: whoever is late overwrites; runs the action unprotected when the store fails (its default); "
+        "`SET NX`, renewed while the action runs; the result is replayed",
+        "no token, so a late writer overwrites; by default, runs the action unprotected when the store fails; "
         "no attempts counted",
     ),
     "verbs": _VERBS,
@@ -104,20 +111,20 @@ GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
     "keys_2m": _VERBS,
     "keys_10k": _VERBS,
     "idempotent": (
-        f"{_GUARDED[0]}; an offset is committed after the outcome is recorded; retries, dead letters",
+        f"{_GUARDED[0]}; offsets are committed after the outcome is recorded; retries, dead letters",
         _EFFECTS,
     ),
-    "with_telemetry": ("the same, with metrics of every event and spans of every tenth", _EFFECTS),
-    "plain": ("an offset is committed after the handler has ended; retries, dead letters", _UNGUARDED),
+    "with_telemetry": ("as `idempotent`, with metrics for every event and spans for every tenth", _EFFECTS),
+    "plain": ("offsets are committed after the handler has finished; retries, dead letters", _UNGUARDED),
     "raw_loop": (
         "in order; offsets are committed after each poll",
-        _UNGUARDED + "; a handler that fails ends the loop",
+        _UNGUARDED + "; a failing handler ends the loop",
     ),
     "faststream_ack_first": (
         "in order",
-        "commits by a timer what was fetched, handled or not: a crash loses messages; " + _UNGUARDED,
+        "a timer commits fetched messages, handled or not: a crash loses messages; " + _UNGUARDED,
     ),
-    "faststream_ack": ("in order; each message is committed after its handler, failed or not", _UNGUARDED),
+    "faststream_ack": ("in order; each message is committed after its handler, even if it failed", _UNGUARDED),
     "guarded_core": (_TOGETHER, _CROSSING),
     "guarded_session": (_TOGETHER, _CROSSING),
     "handler": (f"{_TOGETHER}; attempts counted, outgoing events committed with it", _CROSSING),
@@ -126,8 +133,8 @@ GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
     "core": ("the row is committed", _UNGUARDED),
     "session": ("the row is committed", _UNGUARDED),
     "powertools_sync": (
-        "`SET NX` with an expiry for runs that died; result replayed",
-        "synchronous; no token: whoever is late overwrites; no renewal; a running twin is an error",
+        "`SET NX` with an expiry for crashed runs; the result is replayed",
+        "synchronous; no token, so a late writer overwrites; no renewal; a concurrent duplicate is an error",
     ),
 }
-"""By the name of a contestant: what it does guarantee, and what it does not."""
+"""By contestant: what it guarantees, and its limitations."""

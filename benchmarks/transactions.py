@@ -1,8 +1,7 @@
-"""What does the guard cost in a transaction of the application's?
+"""What does the guard cost in the application's own transaction?
 
-Each contestant writes one row of the business in one transaction of PostgreSQL, 16 of them at once.  Without a
-guard that is all; with one the row and the record of the work commit together.  No contestant is measured that has
-not written all.
+Each contestant writes one business row per PostgreSQL transaction, 16 at once. With a guard, the row and the record
+commit together. A contestant that has not written all its rows fails the run.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from dishka import FromDishka, Provider, Scope, make_async_container
 from sqlalchemy import Column, ColumnElement, LargeBinary, MetaData, Table, Text, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
-from benchmarks.contestants import RESULT, must
+from benchmarks.contestants import RESULT, ensure
 from benchmarks.measuring import Flat
-from benchmarks.rounds import Comparison, Measured, Options, Tell, Turn, compared, fresh_keys, in_lanes
-from benchmarks.servers import DurablePostgres, asked, running
+from benchmarks.rounds import Comparison, Measured, Options, Progress, Turn, compare, fresh_keys, run_concurrently
+from benchmarks.servers import DurablePostgres, query, running
 from integr8s_idem import (
     BaseEvent,
     EventDispatcher,
@@ -43,7 +42,7 @@ from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
 from integr8s_idem.stores.sql.schema import COMPLETED, records
 
-AT_ONCE: Final = 16
+CONCURRENCY: Final = 16
 FIGURES: Final = {
     "sql_inbox": ("guarded_core", "bare"),
     "sql_inbox_session": ("guarded_session", "session"),
@@ -62,13 +61,13 @@ NOTE: Final = "two boxes of oranges, by the back door"
 
 
 class Contestant(Protocol):
-    """Commits one order if `name` is new; if it is not, whoever is guarded answers what he did, or fails."""
+    """Commits one order if `name` is new; a guarded contestant otherwise returns the stored result, or fails."""
 
     async def order(self, name: str) -> object: ...
 
 
 class RefusedError(AssertionError):
-    """An order is placed already, says who keeps no answer."""
+    """The order exists already, and no result is stored."""
 
 
 class Bare:
@@ -79,14 +78,14 @@ class Bare:
 
     async def order(self, name: str) -> None:
         async with self._pool.acquire() as connection, connection.transaction():
-            said = await connection.execute(
+            status = await connection.execute(
                 'INSERT INTO orders (id, "of", note) VALUES ($1, $2, $3)', name, "bare", NOTE
             )
-        must(said == "INSERT 0 1", said)
+        ensure(status == "INSERT 0 1", status)
 
 
 class ByHand:
-    """The bare driver with an inbox as one writes it oneself: what a guard without any code of its own would cost.
+    """The bare driver with a hand-written inbox: a lower bound for the cost of a guard.
 
     No lease, no attempts, no check of the payload, no expiry.
     """
@@ -96,12 +95,12 @@ class ByHand:
 
     async def order(self, name: str) -> None:
         async with self._pool.acquire() as connection, connection.transaction():
-            said = await connection.execute("INSERT INTO inbox (key) VALUES ($1) ON CONFLICT DO NOTHING", name)
-            if said != "INSERT 0 1":
+            status = await connection.execute("INSERT INTO inbox (key) VALUES ($1) ON CONFLICT DO NOTHING", name)
+            if status != "INSERT 0 1":
                 raise RefusedError(name)
             await connection.execute('INSERT INTO orders (id, "of", note) VALUES ($1, $2, $3)', name, "by_hand", NOTE)
-            said = await connection.execute("UPDATE inbox SET result = $2 WHERE key = $1", name, RESULT)
-            must(said == "UPDATE 1", said)
+            status = await connection.execute("UPDATE inbox SET result = $2 WHERE key = $1", name, RESULT)
+            ensure(status == "UPDATE 1", status)
 
 
 class Core:
@@ -116,7 +115,7 @@ class Core:
 
 
 class Session:
-    """SQLAlchemy's session, without a guard."""
+    """A SQLAlchemy session, without a guard."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -144,7 +143,7 @@ class GuardedCore:
 
 
 class GuardedSession:
-    """The session with the guard: `manager.in_transaction(session)`."""
+    """A session with the guard: `manager.in_transaction(session)`."""
 
     def __init__(self, engine: AsyncEngine, manager: IdempotencyManager) -> None:
         self._engine = engine
@@ -166,18 +165,18 @@ class OrderPlaced(BaseEvent):
 
 
 class Handler:
-    """A handler of the idempotent dispatcher whose session commits with its outcome; reserved in one more."""
+    """A handler of the idempotent dispatcher, whose session commits with the outcome."""
 
     def __init__(self, dispatcher: IdempotentEventDispatcher) -> None:
         self._dispatcher = dispatcher
 
     async def order(self, name: str) -> object:
-        # An order that comes again is the same event.
+        # A duplicate order is the same event.
         [execution] = self._dispatcher.executions(OrderPlaced(event_id=name, order_id=name))
         outcome = await execution.attempt()
         if isinstance(outcome, Completed):
             return json.loads(outcome.result.body) if outcome.result else None
-        must(isinstance(outcome, Executed), repr(outcome))
+        ensure(isinstance(outcome, Executed), repr(outcome))
         return RECEIPT
 
 
@@ -189,23 +188,27 @@ async def place(event: OrderPlaced, session: FromDishka[AsyncSession]) -> str:
 Contestants: TypeAlias = Mapping[str, Contestant]
 GUARDED: Final = ("guarded_core", "guarded_session", "handler")
 BLOCKING: Final = (*GUARDED, "by_hand")
-"""Who lets nobody order twice."""
+"""Contestants that block duplicates."""
 
 
 @asynccontextmanager
-async def opened() -> AsyncIterator[tuple[Contestants, AsyncEngine]]:
-    """All of them on one server that keeps what it acknowledges, each with as many connections as there are at once."""
+async def open_contestants() -> AsyncIterator[tuple[Contestants, AsyncEngine]]:
+    """Start a server that persists what it acknowledges, and open the contestants, each with its own connections."""
     server = DurablePostgres()
     async with running(server), AsyncExitStack() as stack:
-        store, engine = (sql_engine(server.url, pool_size=AT_ONCE) for _ in range(2))
-        for one in (store, engine):
-            stack.push_async_callback(one.dispose)
+        store, engine = (sql_engine(server.url, pool_size=CONCURRENCY) for _ in range(2))
+        for created in (store, engine):
+            stack.push_async_callback(created.dispose)
         await migrate(store)
         async with store.begin() as connection:
             await connection.run_sync(tables.create_all)
         pool = await stack.enter_async_context(
             asyncpg.create_pool(
-                host=str(server.folder), user="postgres", database="postgres", min_size=AT_ONCE, max_size=AT_ONCE
+                host=str(server.folder),
+                user="postgres",
+                database="postgres",
+                min_size=CONCURRENCY,
+                max_size=CONCURRENCY,
             )
         )
         repository = SqlIdempotencyRepository(store)
@@ -216,7 +219,7 @@ async def opened() -> AsyncIterator[tuple[Contestants, AsyncEngine]]:
 def contestants(
     pool: Any, engine: AsyncEngine, manager: IdempotencyManager, dispatcher: IdempotentEventDispatcher
 ) -> Contestants:
-    """All of them, by the names that their numbers have."""
+    """Return all contestants, by their names in the results."""
     return {
         "bare": Bare(pool),
         "by_hand": ByHand(pool),
@@ -259,55 +262,55 @@ async def _dispatcher(
         await container.close()
 
 
-async def measured(options: Options, tell: Tell) -> Flat:
-    """Each figure of this question."""
-    async with opened() as (takers, engine):
-        placed: dict[str, int] = dict.fromkeys(takers, 0)
-        turns = {name: _turn(contestant, name, placed, engine) for name, contestant in takers.items()}
-        told = await compared(Comparison("inbox", turns, FIGURES), options, tell)
-        await _looked_up(engine, placed)
-        version = await asked(engine, "SELECT current_setting('server_version')")
-    return told | {"transactions.server": f"PostgreSQL {version}, fsync on, Unix socket"}
+async def measure(options: Options, progress: Progress) -> Flat:
+    """Measure each figure of this benchmark."""
+    async with open_contestants() as (contestants_by_name, engine):
+        placed: dict[str, int] = dict.fromkeys(contestants_by_name, 0)
+        turns = {name: _turn(contestant, name, placed, engine) for name, contestant in contestants_by_name.items()}
+        results = await compare(Comparison("inbox", turns, FIGURES), options, progress)
+        await _check_records(engine, placed)
+        version = await query(engine, "SELECT current_setting('server_version')")
+    return results | {"transactions.server": f"PostgreSQL {version}, fsync on, Unix socket"}
 
 
 def _turn(contestant: Contestant, name: str, placed: dict[str, int], engine: AsyncEngine) -> Turn:
     ids = fresh_keys(f"order-{name}")
 
     async def turn(seconds: float) -> Measured:
-        found = await in_lanes(contestant.order, ids, AT_ONCE, seconds)
-        placed[name] += found.events
+        measured = await run_concurrently(contestant.order, ids, CONCURRENCY, seconds)
+        placed[name] += measured.events
         if name in BLOCKING:
-            await blocks_twice(contestant, next(ids))
+            await check_duplicate_is_blocked(contestant, next(ids))
             placed[name] += 1
         written = await _count(engine, orders.c.of == name)
-        must(written == placed[name], f"{name} has written {written} orders, not {placed[name]}")
-        return found
+        ensure(written == placed[name], f"{name} wrote {written} orders, not {placed[name]}")
+        return measured
 
     return turn
 
 
-async def blocks_twice(contestant: Contestant, name: str) -> None:
-    """Raises AssertionError: an order that is placed is neither refused nor answered as before.
+async def check_duplicate_is_blocked(contestant: Contestant, name: str) -> None:
+    """Raise AssertionError unless a duplicate order is refused, or answered with the stored result.
 
-    A second row of one name is nothing to look for: the table takes none, and its refusal comes through here.
+    There is no check for a second row: the table's primary key rejects one.
     """
     await contestant.order(name)
     try:
         answer = await contestant.order(name)
     except RefusedError:
         return
-    must(answer == RECEIPT, f"{type(contestant).__name__} answers a duplicate with {answer!r}")
+    ensure(answer == RECEIPT, f"{type(contestant).__name__} returns {answer!r} for a duplicate")
 
 
-async def _looked_up(engine: AsyncEngine, placed: Mapping[str, int]) -> None:
-    """Raises AssertionError: somebody has kept less, or more, than he has written."""
-    kept = await _count(engine, records.c.status == COMPLETED)
-    wanted = sum(placed[name] for name in GUARDED)
-    must(kept == wanted, f"{kept} records, not {wanted}")
-    kept = await _count(engine, inbox.c.result == RESULT)
-    must(kept == placed["by_hand"], f"{kept} in the inbox, not {placed['by_hand']}")
+async def _check_records(engine: AsyncEngine, placed: Mapping[str, int]) -> None:
+    """Raise AssertionError unless the number of records matches the orders written."""
+    stored = await _count(engine, records.c.status == COMPLETED)
+    expected = sum(placed[name] for name in GUARDED)
+    ensure(stored == expected, f"{stored} records, not {expected}")
+    stored = await _count(engine, inbox.c.result == RESULT)
+    ensure(stored == placed["by_hand"], f"{stored} keys in the inbox, not {placed['by_hand']}")
 
 
-async def _count(engine: AsyncEngine, which: ColumnElement[bool]) -> int:
+async def _count(engine: AsyncEngine, condition: ColumnElement[bool]) -> int:
     async with engine.connect() as connection:
-        return await connection.scalar(select(func.count()).where(which)) or 0
+        return await connection.scalar(select(func.count()).where(condition)) or 0

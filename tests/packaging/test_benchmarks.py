@@ -9,10 +9,10 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from benchmarks import transactions
-from benchmarks.__main__ import kept
+from benchmarks.__main__ import previous_results
 from benchmarks.cost_tables import STAGES as LISTED_STAGES
 from benchmarks.costs import STAGES
-from benchmarks.deployments import foretold, known_costs
+from benchmarks.deployments import known_costs, predicted_rate
 from benchmarks.flames import flame_graph
 from benchmarks.machine import machine
 from benchmarks.profiled import GRAPH, stacks
@@ -79,8 +79,8 @@ def test_results_of_another_machine_are_not_extended(tmp_path: Path) -> None:
     file.write_text(json.dumps({"machine.cpu": "another", "growth_2m": 1.0}), encoding="utf-8")
 
     with pytest.raises(SystemExit, match=r"machine\.cpu 'another', here 'this'"):
-        kept(file, {"machine.cpu": "this"})
-    assert kept(file, {"machine.cpu": "another"})["growth_2m"] == 1.0
+        previous_results(file, {"machine.cpu": "this"})
+    assert previous_results(file, {"machine.cpu": "another"})["growth_2m"] == 1.0
 
 
 def test_a_prediction_without_costs_names_the_command_that_measures_them() -> None:
@@ -99,7 +99,7 @@ def test_every_transaction_contestant_has_a_documented_guarantee() -> None:
 
 
 def test_a_contestant_without_a_documented_guarantee_is_rejected() -> None:
-    with pytest.raises(ValueError, match="does not say what somebody promise"):
+    with pytest.raises(ValueError, match="GUARANTEES has no entry for somebody"):
         Comparison("here", {"somebody": AsyncMock()}, {})
 
 
@@ -112,20 +112,22 @@ class OrderService:
 
 @pytest.mark.parametrize("second", [transactions.RECEIPT, transactions.RefusedError("known")])
 async def test_the_same_answer_or_a_refusal_counts_as_a_blocked_duplicate(second: object) -> None:
-    await transactions.blocks_twice(OrderService(second), "order")
+    await transactions.check_duplicate_is_blocked(OrderService(second), "order")
 
 
 @pytest.mark.parametrize("second", [None, AssertionError("a row with this name exists")])
 async def test_another_answer_or_error_does_not_count_as_a_blocked_duplicate(second: object) -> None:
     with pytest.raises(AssertionError):
-        await transactions.blocks_twice(OrderService(second), "order")
+        await transactions.check_duplicate_is_blocked(OrderService(second), "order")
 
 
 def test_one_figure_selects_its_contestants_and_a_benchmark_selects_all() -> None:
     contestants = dict.fromkeys(transactions.contestants(*[Mock()] * 4), AsyncMock())
     comparison = Comparison("inbox", contestants, transactions.FIGURES)
 
-    figure, benchmark = (Options(only=frozenset({name})).of("transactions") for name in ("sql_inbox", "transactions"))
+    figure, benchmark = (
+        Options(only=frozenset({name})).for_benchmark("transactions") for name in ("sql_inbox", "transactions")
+    )
 
     assert comparison.chosen(figure)[0].keys() == {"guarded_core", "bare"}
     assert comparison.chosen(benchmark) == (contestants, transactions.FIGURES)
@@ -141,10 +143,10 @@ def test_every_stage_is_listed_and_was_measured_in_five_rounds_or_more() -> None
 def test_the_predicted_rate_doubles_with_two_workers_until_a_resource_is_saturated() -> None:
     costs = {"cost.whole_us": 100.0, "cost.redis_us": 20.0, "cost.broker_us": 5.0}
 
-    assert foretold(costs, 1, 8) == 10_000
-    assert foretold(costs, 2, 8) == 20_000
-    assert foretold(costs, 8, 16) == 50_000  # Redis uses one processor
-    assert foretold(costs, 2, 2) == 16_000  # workers and servers share two processors
+    assert predicted_rate(costs, 1, 8) == 10_000
+    assert predicted_rate(costs, 2, 8) == 20_000
+    assert predicted_rate(costs, 8, 16) == 50_000  # Redis uses one processor
+    assert predicted_rate(costs, 2, 2) == 16_000  # workers and servers share two processors
 
 
 def test_the_flame_graph_is_small_and_does_not_contain_paths_of_the_machine() -> None:

@@ -30,24 +30,24 @@ async def one_batch(consumer: Any, manager: IdempotencyManager, index: Callable[
     fetched = await consumer.getmany(timeout_ms=500, max_records=100)
     records = [record for batch in fetched.values() for record in batch]
     verdicts = await manager.acquire_batch(map(event_id, records))
-    mine = {key: verdict for key, verdict in verdicts.items() if isinstance(verdict, Reserved)}
+    reserved = {key: verdict for key, verdict in verdicts.items() if isinstance(verdict, Reserved)}
 
-    work = {event_id(record): record for record in records if event_id(record) in mine}
+    work = {event_id(record): record for record in records if event_id(record) in reserved}
     done: list[str] = []
     try:
         for key, record in work.items():
-            if await manager.may_start(mine[key]) and await index(record, mine[key]):
+            if await manager.may_start(reserved[key]) and await index(record, reserved[key]):
                 done.append(key)
-    finally:  # also on an error, so that other workers do not have to wait until the leases end
-        kept = await manager.confirm_batch(mine[key] for key in done)
-        await manager.release_batch(mine[key] for key in mine if key not in done)
+    finally:  # also even after an error, so that other workers do not have to wait for the leases to end
+        confirmed = await manager.confirm_batch(reserved[key] for key in done)
+        await manager.release_batch(reserved[key] for key in reserved if key not in done)
 
-    settled = {key for key, is_kept in zip(done, kept, strict=True) if is_kept}
+    settled = {key for key, is_kept in zip(done, confirmed, strict=True) if is_kept}
     settled |= {key for key, verdict in verdicts.items() if isinstance(verdict, Completed)}
-    undone = {place_of(record) for record in records if event_id(record) not in settled}
-    offsets = committable_offsets(records, undone)
-    await consumer.commit({TopicPartition(*place): offset for place, offset in offsets.items()})
-    for topic, partition, offset in sorted(undone, reverse=True):  # the first offset last
+    unsettled = {position_of(record) for record in records if event_id(record) not in settled}
+    offsets = committable_offsets(records, unsettled)
+    await consumer.commit({TopicPartition(*partition): offset for partition, offset in offsets.items()})
+    for topic, partition, offset in sorted(unsettled, reverse=True):  # the first offset last
         consumer.seek(TopicPartition(topic, partition), offset)
 
 
@@ -55,7 +55,7 @@ def event_id(record: Any) -> str:
     return str(dict(record.headers)["event_id"], "ascii")
 
 
-def place_of(record: Any) -> tuple[str, int, int]:
+def position_of(record: Any) -> tuple[str, int, int]:
     return record.topic, record.partition, record.offset
 
 

@@ -48,7 +48,7 @@ def test_of_some_figures_less_is_better(now: float, wrong: str) -> None:
 def test_a_figure_far_behind_the_committed_one_fails_though_it_reaches_its_target() -> None:
     fallen = wrong_with("single_fresh_c64", {"single_fresh_c64": 3.1}, {"single_fresh_c64": 5.0})
 
-    assert fallen == "fell behind what is committed"
+    assert fallen == "is worse than the committed figure"
 
 
 def test_a_figure_with_a_known_limit_is_held_against_the_committed_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,11 +69,11 @@ def test_a_figure_that_misses_its_target_with_a_known_limit_says_so(monkeypatch:
 
     found = found_of("single_fresh_c1", {"single_fresh_c1": 0.5}, {"single_fresh_c1": 0.5})
 
-    assert str(found).endswith("  misses its target, with a known limit")
+    assert str(found).endswith("  misses its target for a known reason")
 
 
 def test_a_figure_of_too_few_rounds_fails() -> None:
-    assert wrong_with("growth_2m", {"growth_2m.rounds": 4}, {}) == "of 4 rounds, not of 5 or more"
+    assert wrong_with("growth_2m", {"growth_2m.rounds": 4}, {}) == "has 4 rounds, fewer than 5"
 
 
 def test_a_figure_of_records_needs_no_rounds() -> None:
