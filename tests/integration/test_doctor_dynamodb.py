@@ -65,9 +65,7 @@ async def test_a_correct_table_has_no_findings(sound: DynamodbStoreSettings) -> 
     assert seen.what.startswith("dynamodb answers in ")
 
 
-async def test_a_worker_sends_exactly_the_printed_actions(
-    sound: DynamodbStoreSettings, front: DynamoFront
-) -> None:
+async def test_a_worker_sends_exactly_the_printed_actions(sound: DynamodbStoreSettings, front: DynamoFront) -> None:
     front.requests.clear()
 
     await found_in_store(sound)
@@ -96,9 +94,7 @@ def test_only_the_printed_actions_are_called() -> None:
 
 
 @pytest.mark.parametrize("action", sorted(printed("Worker")))
-async def test_each_denied_action_is_found(
-    sound: DynamodbStoreSettings, front: DynamoFront, action: str
-) -> None:
+async def test_each_denied_action_is_found(sound: DynamodbStoreSettings, front: DynamoFront, action: str) -> None:
     denied = f"User: a is not authorized to perform: dynamodb:{action} on resource: idem"
     front.refuse("AccessDeniedException", message=denied, only=action)
 
@@ -166,9 +162,7 @@ async def test_a_table_with_other_keys_is_found(
 
 
 @pytest.mark.parametrize("attribute", [None, "ttl"])
-async def test_a_table_with_a_missing_or_wrong_ttl_is_found(
-    table: Table, attribute: str | None
-) -> None:
+async def test_a_table_with_a_missing_or_wrong_ttl_is_found(table: Table, attribute: str | None) -> None:
     if attribute is not None:
         spec = {"Enabled": True, "AttributeName": attribute}
         await table.client.update_time_to_live(TableName=table.name, TimeToLiveSpecification=spec)

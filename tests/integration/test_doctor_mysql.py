@@ -205,9 +205,7 @@ async def relayed(server: MariadbServer) -> bool:
         ("UPDATE", "idempotency_outbox_buckets"),
     ],
 )
-async def test_each_missing_grant_of_the_outbox_is_found(
-    database: MariadbServer, right: str, table: str
-) -> None:
+async def test_each_missing_grant_of_the_outbox_is_found(database: MariadbServer, right: str, table: str) -> None:
     await run(database, *granted(database), f"REVOKE {right} ON {table} FROM worker")
 
     with pytest.raises((StoreConfigurationError, DBAPIError), match=f"{right} command denied"):

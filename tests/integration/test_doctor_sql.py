@@ -201,9 +201,7 @@ async def test_the_printed_grants_are_enough_for_the_outbox(database: PostgresSe
 
 
 @pytest.mark.parametrize(("right", "what"), OUTBOX)
-async def test_each_missing_grant_of_the_outbox_is_found(
-    database: PostgresServer, right: str, what: str
-) -> None:
+async def test_each_missing_grant_of_the_outbox_is_found(database: PostgresServer, right: str, what: str) -> None:
     await run(database, *granted(), f"REVOKE {right} ON {what} FROM worker")
 
     with pytest.raises((StoreConfigurationError, DBAPIError), match=r"may not|permission denied"):

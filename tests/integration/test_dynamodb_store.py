@@ -140,9 +140,7 @@ async def test_leases_use_the_clock_of_dynamodb_even_if_the_clock_of_the_worker_
 
 
 @pytest.mark.scenario(57)
-async def test_an_expired_item_counts_as_absent(
-    store: DynamoIdempotencyRepository, table: Table
-) -> None:
+async def test_an_expired_item_counts_as_absent(store: DynamoIdempotencyRepository, table: Table) -> None:
     first = await take(store, wish(new_key()))
     await store.complete([Completion(reservation=first, ttl=TTL, result=StoredResult(b"1"))])
     clock_of(store).now += TTL // timedelta(microseconds=1)

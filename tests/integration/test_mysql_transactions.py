@@ -113,7 +113,7 @@ async def write_crosswise(session: AsyncSession, other: AsyncEngine) -> None:
             await stranger.execute(text("DELETE FROM balance WHERE id >= 100"))
 
 
-async def test_a_deadlock_does_not_count_as_a_failure_of_the_handler(url: str, engines: tuple[AsyncEngine, AsyncEngine]) -> None:
+async def test_a_deadlock_is_not_a_failure_of_the_handler(url: str, engines: tuple[AsyncEngine, AsyncEngine]) -> None:
     router, (_, theirs) = EventRouter(), engines
 
     @router.on(OrderPlaced)

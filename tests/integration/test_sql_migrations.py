@@ -192,7 +192,7 @@ async def write_as_version_1(engine: AsyncEngine, **columns: Any) -> None:
         ("DELETE FROM idempotency_outbox_buckets", "rows of idempotency_outbox_buckets"),
     ],
 )
-async def test_an_incomplete_outbox_is_refused_and_a_migration_restores_it(engine: AsyncEngine, lost: str, named: str) -> None:
+async def test_a_migration_restores_an_incomplete_outbox(engine: AsyncEngine, lost: str, named: str) -> None:
     await migrate(engine)
     await run(engine, lost)
 

@@ -134,9 +134,7 @@ async def test_a_handler_can_use_a_connection_instead_of_a_session(url: str) -> 
 
 
 @pytest.mark.parametrize(("held", "handlers"), [(AsyncSession, router), (AsyncConnection, by_connection)])
-async def test_the_provider_can_begin_the_transaction(
-    url: str, held: type, handlers: EventRouter
-) -> None:
+async def test_the_provider_can_begin_the_transaction(url: str, held: type, handlers: EventRouter) -> None:
     async with open_ledger_shop(url, handlers, held=held) as shop:
         shop.sessions.asks_first = True
 

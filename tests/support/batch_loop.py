@@ -38,7 +38,7 @@ async def one_batch(consumer: Any, manager: IdempotencyManager, index: Callable[
         for key, record in work.items():
             if await manager.may_start(reserved[key]) and await index(record, reserved[key]):
                 done.append(key)
-    finally:  # also even after an error, so that other workers do not have to wait for the leases to end
+    finally:  # even after an error, so that other workers do not have to wait for the leases to end
         confirmed = await manager.confirm_batch(reserved[key] for key in done)
         await manager.release_batch(reserved[key] for key in reserved if key not in done)
 
