@@ -1,4 +1,4 @@
-"""Engines of the application's own for SQLite: those whose transactions are none are refused."""
+"""SQLite engines that the application created itself: those that do not really begin transactions are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 async def ordinary(url: str) -> AsyncIterator[AsyncEngine]:
-    """As everybody makes it."""
+    """An engine with SQLAlchemy's defaults."""
     engine = create_async_engine(url)
     yield engine
     await engine.dispose()
@@ -56,11 +56,11 @@ async def manager(url: str) -> AsyncIterator[IdempotencyManager]:
     await engine.dispose()
 
 
-def begin_at_once(engine: AsyncEngine) -> None:
-    """As SQLAlchemy's documentation has it."""
+def emit_begin(engine: AsyncEngine) -> None:
+    """Make an engine emit BEGIN, as SQLAlchemy's documentation shows."""
 
     @event.listens_for(engine.sync_engine, "connect")
-    def _leave_it_to_us(connection: Any, _record: Any) -> None:
+    def _disable_implicit_begin(connection: Any, _record: Any) -> None:
         connection.isolation_level = None
 
     @event.listens_for(engine.sync_engine, "begin")
@@ -95,7 +95,7 @@ async def test_a_transaction_that_cannot_be_rolled_back_is_refused_before_the_wo
 async def test_an_engine_that_emits_begin_is_accepted(
     held: str, ordinary: AsyncEngine, manager: IdempotencyManager, tmp_path: Path
 ) -> None:
-    begin_at_once(ordinary)
+    emit_begin(ordinary)
     async with AsyncSession(ordinary) if held == "session" else ordinary.connect() as joined:
 
         async def refund() -> None:
@@ -129,7 +129,7 @@ async def test_a_handler_without_a_real_transaction_fails_before_its_first_write
 async def test_a_handler_with_an_engine_that_emits_begin_succeeds(
     held: type, handlers: EventRouter, url: str, ordinary: AsyncEngine
 ) -> None:
-    begin_at_once(ordinary)
+    emit_begin(ordinary)
     async with open_ledger_shop(url, handlers, held=held) as shop:
         shop.sessions.engine = ordinary
 
