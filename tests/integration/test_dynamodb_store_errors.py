@@ -1,7 +1,7 @@
-"""A DynamoDB that is away, throttles, refuses, or has another table: each as one of our errors.
+"""Errors of DynamoDB, translated into errors of the library.
 
-DynamoDB Local neither throttles nor looks at credentials: a server of our own before it does (`DynamoFront`), in
-DynamoDB's words.
+DynamoDB Local neither throttles requests nor checks credentials, so a proxy in front of it (`DynamoFront`) returns the
+errors of DynamoDB.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ async def test_persistent_throttling_is_an_outage_after_the_timeout(
     store: DynamoIdempotencyRepository, front: DynamoFront, table: Table, code: str
 ) -> None:
     front.refuse(code)
-    async with store_at(table, front.url, timedelta(seconds=1.5)) as hasty:
-        error = await error_of(hasty)
+    async with store_at(table, front.url, timedelta(seconds=1.5)) as impatient:
+        error = await error_of(impatient)
 
     assert isinstance(error, StoreUnavailableError)
     assert "throughput" in str(error) or "throttles" in str(error)
@@ -183,7 +183,7 @@ async def test_a_service_error_is_retried(store: DynamoIdempotencyRepository, fr
 
 @pytest.mark.scenario(52)
 @pytest.mark.parametrize(
-    ("code", "message", "expected", "says"),
+    ("code", "message", "expected", "text"),
     [
         ("UnrecognizedClientException", "The security token included in the request is invalid.",
          StoreConfigurationError, "does not know this access key"),
@@ -200,14 +200,14 @@ async def test_a_service_error_is_retried(store: DynamoIdempotencyRepository, fr
     ],
 )  # fmt: skip
 async def test_an_error_response_is_translated_with_a_remedy(
-    table: Table, front: DynamoFront, code: str, message: str, expected: type[StoreError], says: str
+    table: Table, front: DynamoFront, code: str, message: str, expected: type[StoreError], text: str
 ) -> None:
     front.refuse(code, message=message)
     async with store_at(table, front.url, timedelta(seconds=1.5)) as store:
         error = await error_of(store)
 
     assert isinstance(error, expected)
-    assert says in str(error)
+    assert text in str(error)
 
 
 @pytest.mark.parametrize(
@@ -235,10 +235,10 @@ async def test_without_credentials_nothing_is_sent(table: Table, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("variable", "says"), [({}, "set region in [store], or AWS_REGION"), ({"AWS_PROFILE": "none"}, "(none)")]
+    ("variable", "text"), [({}, "set region in [store], or AWS_REGION"), ({"AWS_PROFILE": "none"}, "(none)")]
 )
 async def test_an_invalid_client_configuration_is_reported(
-    aws: None, monkeypatch: pytest.MonkeyPatch, dynamodb: DynamoServer, variable: dict[str, str], says: str
+    aws: None, monkeypatch: pytest.MonkeyPatch, dynamodb: DynamoServer, variable: dict[str, str], text: str
 ) -> None:
     for name, value in variable.items():
         monkeypatch.setenv(name, value)
@@ -247,7 +247,7 @@ async def test_an_invalid_client_configuration_is_reported(
         async with dynamo_client(dynamodb.settings(region=None)):
             pass
 
-    assert says in str(caught.value)
+    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(("piece", "other"), [(b"{", b"<"), (b"x-amzn-requestid", b"x-served-by")])
