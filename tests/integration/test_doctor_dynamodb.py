@@ -1,4 +1,4 @@
-"""Planted in DynamoDB Local, or by a server of our own before it that refuses in DynamoDB's words."""
+"""Findings of `doctor` for faults planted in DynamoDB Local, or simulated by a proxy that returns DynamoDB's errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DRIVER = re.compile(r"client\.([a-z]+(?:_[a-z]+)+|scan)\b")
 
 
 def printed(statement: str) -> set[str]:
-    """The actions of one statement of `doctor --acl`."""
+    """Return the actions of one statement of `doctor --acl`."""
     policy = json.loads(access_of(Settings(store=DynamodbStoreSettings(kind="dynamodb", table="idem"))))
     (actions,) = [one["Action"] for one in policy["Statement"] if one["Sid"] == statement]
     return {action.removeprefix("dynamodb:") for action in actions}
@@ -41,25 +41,25 @@ async def front(dynamodb: DynamoServer) -> AsyncIterator[DynamoFront]:
 
 
 @pytest.fixture
-async def sound(table: Table, front: DynamoFront) -> DynamodbStoreSettings:
-    """A table as a migration leaves it, behind the front."""
+async def migrated(table: Table, front: DynamoFront) -> DynamodbStoreSettings:
+    """Settings of a migrated table, behind the proxy."""
     await migrate(table.client, table.name)
     return table.settings.model_copy(update={"endpoint_url": front.url})
 
 
 async def use_all(store: DynamoIdempotencyRepository) -> None:
-    """What doctor's trial leaves out: records that are there already, and a lease that outlives its record."""
+    """Make the requests that `doctor` does not: for existing records, and for a lease that outlives its record."""
     (first,) = await store.reserve([wish(new_key())])
     assert isinstance(first, Reserved)
     await store.release([first])
-    (again,) = await store.reserve([wish(first.key)])
-    assert isinstance(again, Reserved)
-    assert await store.renew([again], 2 * RETENTION) == [True]
+    (second,) = await store.reserve([wish(first.key)])
+    assert isinstance(second, Reserved)
+    assert await store.renew([second], 2 * RETENTION) == [True]
     await store.reserve([wish(first.key)])
 
 
-async def test_a_correct_table_has_no_findings(sound: DynamodbStoreSettings) -> None:
-    (seen,) = await found_in_store(sound)
+async def test_a_correct_table_has_no_findings(migrated: DynamodbStoreSettings) -> None:
+    (seen,) = await found_in_store(migrated)
 
     assert (seen.code, seen.severity) == (Code.STORE_SEEN, Severity.INFO)
     assert seen.what.startswith("dynamodb answers in ")
@@ -68,9 +68,9 @@ async def test_a_correct_table_has_no_findings(sound: DynamodbStoreSettings) -> 
 async def test_a_worker_sends_exactly_the_printed_actions(sound: DynamodbStoreSettings, front: DynamoFront) -> None:
     front.requests.clear()
 
-    await found_in_store(sound)
-    async with dynamo_client(sound) as client:
-        await use_all(DynamoIdempotencyRepository(client, sound.table, timeout=LEASE))
+    await found_in_store(migrated)
+    async with dynamo_client(migrated) as client:
+        await use_all(DynamoIdempotencyRepository(client, migrated.table, timeout=LEASE))
 
     assert set(front.requests) == printed("Worker")
 
@@ -98,15 +98,15 @@ async def test_each_denied_action_is_found(sound: DynamodbStoreSettings, front: 
     denied = f"User: a is not authorized to perform: dynamodb:{action} on resource: idem"
     front.refuse("AccessDeniedException", message=denied, only=action)
 
-    found = await found_in_store(sound)
+    found = await found_in_store(migrated)
 
     missed = [one for one in found if one.code in (Code.STORE_PERMISSION, Code.STORE_UNSEEN)]
     assert any(f"dynamodb:{action}" in str(one) for one in missed), found
 
 
-async def found_when_refused(sound: DynamodbStoreSettings, front: DynamoFront, code: str, message: str) -> Finding:
+async def found_when_refused(migrated: DynamodbStoreSettings, front: DynamoFront, code: str, message: str) -> Finding:
     front.refuse(code, message=message)
-    (only,) = await found_in_store(sound.model_copy(update={"timeout_seconds": 1}))
+    (only,) = await found_in_store(migrated.model_copy(update={"timeout_seconds": 1}))
     return only
 
 
@@ -121,24 +121,24 @@ async def found_when_refused(sound: DynamodbStoreSettings, front: DynamoFront, c
     ],
 )
 async def test_an_error_response_has_its_code(
-    sound: DynamodbStoreSettings, front: DynamoFront, refusal: str, message: str, code: str
+    migrated: DynamodbStoreSettings, front: DynamoFront, refusal: str, message: str, code: str
 ) -> None:
-    found = await found_when_refused(sound, front, refusal, message)
+    found = await found_when_refused(migrated, front, refusal, message)
 
     assert (found.code.value, found.severity) == (code, Severity.ERROR)
 
 
-async def test_missing_credentials_are_found(sound: DynamodbStoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_credentials_are_found(migrated: DynamodbStoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
 
-    (only,) = await found_in_store(sound)
+    (only,) = await found_in_store(migrated)
 
     assert (only.code, only.severity) == (Code.STORE_CREDENTIALS, Severity.ERROR)
 
 
-async def test_a_missing_table_is_found(sound: DynamodbStoreSettings) -> None:
-    (only,) = await found_in_store(sound.model_copy(update={"table": f"idem-{uuid4().hex}"}))
+async def test_a_missing_table_is_found(migrated: DynamodbStoreSettings) -> None:
+    (only,) = await found_in_store(migrated.model_copy(update={"table": f"idem-{uuid4().hex}"}))
 
     assert (only.code, only.severity) == (Code.SCHEMA_MISSING, Severity.ERROR)
     assert "store migrate" in only.remedy
@@ -146,7 +146,7 @@ async def test_a_missing_table_is_found(sound: DynamodbStoreSettings) -> None:
 
 @pytest.mark.parametrize(("key", "type_"), [("pk", "S"), ("key", "B")])
 async def test_a_table_with_other_keys_is_found(
-    sound: DynamodbStoreSettings, table: Table, key: str, type_: str
+    migrated: DynamodbStoreSettings, table: Table, key: str, type_: str
 ) -> None:
     name = f"idem-{uuid4().hex}"
     await table.client.create_table(
@@ -156,7 +156,7 @@ async def test_a_table_with_other_keys_is_found(
         BillingMode="PAY_PER_REQUEST",
     )
 
-    found = await found_in_store(sound.model_copy(update={"table": name}))
+    found = await found_in_store(migrated.model_copy(update={"table": name}))
 
     assert codes(found) == ["schema-other"]
 
@@ -172,9 +172,9 @@ async def test_a_table_with_a_missing_or_wrong_ttl_is_found(table: Table, attrib
     assert codes(found) == ["store-not-purged"]
 
 
-async def test_a_table_of_several_regions_is_found(sound: DynamodbStoreSettings) -> None:
-    """What DynamoDB Local cannot have, and a client tells in its place."""
-    async with dynamo_client(sound) as client:
+async def test_a_table_of_several_regions_is_found(migrated: DynamodbStoreSettings) -> None:
+    """The client simulates the replicas, which DynamoDB Local does not support."""
+    async with dynamo_client(migrated) as client:
         describe = client.describe_table
 
         async def replicated(**arguments: Any) -> Any:
@@ -183,20 +183,20 @@ async def test_a_table_of_several_regions_is_found(sound: DynamodbStoreSettings)
             return answer
 
         client.describe_table = replicated
-        (warning,) = (await DynamoIdempotencyRepository(client, sound.table).ping()).warnings
+        (warning,) = (await DynamoIdempotencyRepository(client, migrated.table).ping()).warnings
 
     assert getattr(warning, "code", None) is Code.STORE_REGIONS
 
 
-async def test_an_unreachable_server_is_found(sound: DynamodbStoreSettings) -> None:
-    away = sound.model_copy(update={"endpoint_url": "http://127.0.0.1:1", "timeout_seconds": 0.5})
+async def test_an_unreachable_server_is_found(migrated: DynamodbStoreSettings) -> None:
+    unreachable = migrated.model_copy(update={"endpoint_url": "http://127.0.0.1:1", "timeout_seconds": 0.5})
 
-    assert codes(await found_in_store(away)) == ["store-unavailable"]
+    assert codes(await found_in_store(unreachable)) == ["store-unavailable"]
 
 
 @pytest.mark.parametrize(("shift", "way"), [(-60.0, "ahead of"), (60.0, "behind")])
-async def test_clock_skew_is_found(sound: DynamodbStoreSettings, shift: float, way: str) -> None:
-    found = await found_in_store(sound, lambda: time.time() + shift)
+async def test_clock_skew_is_found(migrated: DynamodbStoreSettings, shift: float, way: str) -> None:
+    found = await found_in_store(migrated, lambda: time.time() + shift)
 
     (skew,) = [one for one in found if one.code is Code.CLOCK_SKEW]
     assert way in skew.what
@@ -204,7 +204,7 @@ async def test_clock_skew_is_found(sound: DynamodbStoreSettings, shift: float, w
 
 @pytest.mark.parametrize(
     ("done", "status", "code"),
-    [("nothing", 2, "schema-missing"), ("made", 1, "store-not-purged"), ("migrated", 0, "store-seen")],
+    [("nothing", 2, "schema-missing"), ("created", 1, "store-not-purged"), ("migrated", 0, "store-seen")],
 )
 def test_the_command_exits_with_its_status(
     dynamodb: DynamoServer, aws: None, typed: Typed, done: str, status: int, code: str
@@ -214,7 +214,7 @@ def test_the_command_exits_with_its_status(
     async def prepare() -> None:
         async with dynamo_client(settings) as client:
             await migrate(client, settings.table)
-            if done == "made":
+            if done == "created":
                 spec = {"Enabled": False, "AttributeName": "purge_at"}
                 await client.update_time_to_live(TableName=settings.table, TimeToLiveSpecification=spec)
 

@@ -1,4 +1,4 @@
-"""Planted in a real MariaDB, one at a time, and found by their codes."""
+"""Findings of `doctor` for faults planted in a real MariaDB."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECRET = "hunter2-hunter2"
 
 @pytest.fixture(scope="module")
 def mariadb() -> Iterator[MariadbServer]:
-    # With a log for replicas: it cannot be turned on while the server runs.
+    # With a binary log, which cannot be enabled while the server runs.
     with MariadbServer(keeps_commits=True, settings={"log-bin": "log", "sync-binlog": "1"}) as server:
         yield server
 
@@ -52,7 +52,7 @@ async def run(server: MariadbServer, *statements: str) -> None:
 
 @pytest.fixture
 async def database(mariadb: MariadbServer) -> MariadbServer:
-    """With tables as a migration makes them, and no user but the administrator."""
+    """A server with migrated tables, and without the user `worker`."""
     async with engine_on(mariadb) as engine:
         async with engine.begin() as connection:
             await connection.run_sync(metadata.drop_all)
@@ -87,7 +87,7 @@ async def test_a_correct_database_has_no_findings(database: MariadbServer) -> No
 
 
 @pytest.mark.parametrize(
-    ("planted", "fixed", "code", "says"),
+    ("planted", "fixed", "code", "message"),
     [
         ("innodb_flush_log_at_trx_commit = 2", "innodb_flush_log_at_trx_commit = 1", "store-late-sync", "is 2"),
         ("sync_binlog = 0", "sync_binlog = 1", "store-late-sync", "is 0"),
@@ -95,14 +95,14 @@ async def test_a_correct_database_has_no_findings(database: MariadbServer) -> No
     ],
 )
 async def test_unsafe_server_settings_are_found(
-    database: MariadbServer, planted: str, fixed: str, code: str, says: str
+    database: MariadbServer, planted: str, fixed: str, code: str, message: str
 ) -> None:
     await run(database, f"SET GLOBAL {planted}")
     found = await found_by(database)
     await run(database, f"SET GLOBAL {fixed}")
 
     assert codes(found) == [code]
-    assert says in found[1].what
+    assert message in found[1].what
 
 
 async def test_a_read_only_server_is_found(database: MariadbServer) -> None:
@@ -157,31 +157,31 @@ async def test_the_printed_grants_are_enough(database: MariadbServer) -> None:
     await run(database, *granted(database))
 
     assert codes(await found_by(database, "worker")) == []
-    assert await relayed(database)
+    assert await relay_as_worker(database)
 
 
-@pytest.mark.parametrize("right", ["SELECT", "INSERT", "UPDATE", "DELETE"])
-async def test_each_missing_grant_is_found(database: MariadbServer, right: str) -> None:
-    await run(database, *granted(database), f"REVOKE {right} ON idempotency_records FROM worker")
+@pytest.mark.parametrize("permission", ["SELECT", "INSERT", "UPDATE", "DELETE"])
+async def test_each_missing_grant_is_found(database: MariadbServer, permission: str) -> None:
+    await run(database, *granted(database), f"REVOKE {permission} ON idempotency_records FROM worker")
 
     found = await found_by(database, "worker")
 
     assert set(codes(found)) == {"store-permission"}
-    assert any(f"{right} command denied" in one.what for one in found)
+    assert any(f"{permission} command denied" in one.what for one in found)
 
 
-@pytest.mark.parametrize("right", ["SELECT", "UPDATE"])
-async def test_checking_the_store_requires_the_documented_grants(database: MariadbServer, right: str) -> None:
-    await run(database, *granted(database), f"REVOKE {right} ON idempotency_store FROM worker")
+@pytest.mark.parametrize("permission", ["SELECT", "UPDATE"])
+async def test_checking_the_store_requires_the_documented_grants(database: MariadbServer, permission: str) -> None:
+    await run(database, *granted(database), f"REVOKE {permission} ON idempotency_store FROM worker")
 
     (only,) = await found_by(database, "worker")
 
     assert only.code is Code.STORE_PERMISSION
-    assert f"{right} command denied" in only.what
+    assert f"{permission} command denied" in only.what
 
 
-async def relayed(server: MariadbServer) -> bool:
-    """What transactional handlers and the relay do: leave an event, claim it, read it, take it away."""
+async def relay_as_worker(server: MariadbServer) -> bool:
+    """Use the outbox as transactional handlers and the relay do: write an event, claim it, read it, delete it."""
     engine = settings_engine(settings_of(server, "worker"))
     outbox, second = SqlOutbox(engine), timedelta(seconds=1)
     try:
@@ -196,7 +196,7 @@ async def relayed(server: MariadbServer) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("right", "table"),
+    ("permission", "table"),
     [
         ("SELECT", "idempotency_outbox"),
         ("INSERT", "idempotency_outbox"),
@@ -205,11 +205,11 @@ async def relayed(server: MariadbServer) -> bool:
         ("UPDATE", "idempotency_outbox_buckets"),
     ],
 )
-async def test_each_missing_grant_of_the_outbox_is_found(database: MariadbServer, right: str, table: str) -> None:
-    await run(database, *granted(database), f"REVOKE {right} ON {table} FROM worker")
+async def test_each_missing_grant_of_the_outbox_is_found(database: MariadbServer, permission: str, table: str) -> None:
+    await run(database, *granted(database), f"REVOKE {permission} ON {table} FROM worker")
 
-    with pytest.raises((StoreConfigurationError, DBAPIError), match=f"{right} command denied"):
-        await relayed(database)
+    with pytest.raises((StoreConfigurationError, DBAPIError), match=f"{permission} command denied"):
+        await relay_as_worker(database)
 
 
 @pytest.mark.parametrize(("shift", "way"), [(-60.0, "ahead of"), (60.0, "behind")])

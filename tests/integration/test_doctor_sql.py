@@ -1,4 +1,4 @@
-"""Planted in a real PostgreSQL and in SQLite files, one at a time, and found by their codes."""
+"""Findings of `doctor` for faults planted in a real PostgreSQL and in SQLite files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.doctor import codes, found_in, found_in_store
 from tests.support.postgres import PostgresServer
 
 UNFIT_FOR_PRODUCTION = "fsync is off"
-"""What the server of the tests is told for its speed, and doctor finds in each of them."""
+"""A finding that all tests have, because the test server runs with it for speed."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ async def run(server: PostgresServer, *statements: str) -> None:
 
 @pytest.fixture
 async def database(postgres: PostgresServer) -> PostgresServer:
-    """With tables as a migration makes them, and no user of ours yet."""
+    """A server with migrated tables, and without the user `worker`."""
     async with engine_on(postgres) as engine:
         async with engine.begin() as connection:
             await connection.run_sync(metadata.drop_all)
@@ -78,8 +78,8 @@ async def found_by(server: PostgresServer, user: str | None = None) -> list[Find
 
 
 def granted() -> list[str]:
-    told = access_of(Settings(store=PostgresqlStoreSettings(kind="postgresql", username="worker"))).splitlines()
-    return [line for line in told if not line.startswith("--")]
+    lines = access_of(Settings(store=PostgresqlStoreSettings(kind="postgresql", username="worker"))).splitlines()
+    return [line for line in lines if not line.startswith("--")]
 
 
 async def test_a_correct_database_has_no_findings(database: PostgresServer) -> None:
@@ -143,7 +143,7 @@ async def test_an_unreachable_database_is_found(tmp_path: Path) -> None:
 
 
 async def test_an_unknown_user_is_found(database: PostgresServer) -> None:
-    assert codes(await found_by(database, "nobody-of-ours")) == ["store-credentials"]
+    assert codes(await found_by(database, "unknown")) == ["store-credentials"]
 
 
 async def test_the_printed_grants_are_enough(database: PostgresServer) -> None:
@@ -152,9 +152,9 @@ async def test_the_printed_grants_are_enough(database: PostgresServer) -> None:
     assert codes(await found_by(database, "worker")) == []
 
 
-@pytest.mark.parametrize("right", ["SELECT", "INSERT", "UPDATE", "DELETE"])
-async def test_each_missing_grant_is_found(database: PostgresServer, right: str) -> None:
-    await run(database, *granted(), f"REVOKE {right} ON idempotency_records FROM worker")
+@pytest.mark.parametrize("permission", ["SELECT", "INSERT", "UPDATE", "DELETE"])
+async def test_each_missing_grant_is_found(database: PostgresServer, permission: str) -> None:
+    await run(database, *granted(), f"REVOKE {permission} ON idempotency_records FROM worker")
 
     found = await found_by(database, "worker")
 
@@ -162,9 +162,9 @@ async def test_each_missing_grant_is_found(database: PostgresServer, right: str)
     assert any("permission denied for table idempotency_records" in one.what for one in found)
 
 
-@pytest.mark.parametrize("right", ["SELECT", "UPDATE"])
-async def test_checking_the_store_requires_the_documented_grants(database: PostgresServer, right: str) -> None:
-    await run(database, *granted(), f"REVOKE {right} ON idempotency_store FROM worker")
+@pytest.mark.parametrize("permission", ["SELECT", "UPDATE"])
+async def test_checking_the_store_requires_the_documented_grants(database: PostgresServer, permission: str) -> None:
+    await run(database, *granted(), f"REVOKE {permission} ON idempotency_store FROM worker")
 
     assert codes(await found_by(database, "worker")) == ["store-permission"]
 
@@ -180,7 +180,7 @@ OUTBOX = [
 
 
 async def relay_as_worker(server: PostgresServer) -> bool:
-    """What transactional handlers and the relay do: leave an event, claim it, read it, take it away."""
+    """Use the outbox as transactional handlers and the relay do: write an event, claim it, read it, delete it."""
     engine = sql_engine(server.url.replace("postgres@", "worker@"))
     outbox, second = SqlOutbox(engine), timedelta(seconds=1)
     try:
@@ -200,16 +200,16 @@ async def test_the_printed_grants_are_enough_for_the_outbox(database: PostgresSe
     assert await relay_as_worker(database)
 
 
-@pytest.mark.parametrize(("right", "what"), OUTBOX)
-async def test_each_missing_grant_of_the_outbox_is_found(database: PostgresServer, right: str, what: str) -> None:
-    await run(database, *granted(), f"REVOKE {right} ON {what} FROM worker")
+@pytest.mark.parametrize(("permission", "what"), OUTBOX)
+async def test_each_missing_grant_of_the_outbox_is_found(database: PostgresServer, permission: str, what: str) -> None:
+    await run(database, *granted(), f"REVOKE {permission} ON {what} FROM worker")
 
-    with pytest.raises((StoreConfigurationError, DBAPIError), match=r"may not|permission denied"):
+    with pytest.raises((StoreConfigurationError, DBAPIError), match=r"lacks a permission|permission denied"):
         await relay_as_worker(database)
 
 
 def booking_providers(settings: Settings) -> Sequence[BaseProvider]:
-    """The container of transactional handlers whose own tables are beside the records in PostgreSQL."""
+    """The providers of transactional handlers whose tables are in the same database as the records."""
     assert isinstance(settings.store, PostgresqlStoreSettings)
     return [
         IdempotencyProvider(),
@@ -235,11 +235,11 @@ async def test_correct_transactional_handlers_have_no_findings(database: Postgre
         assert await SqlOutbox(engine).count() == 0
 
 
-@pytest.mark.parametrize(("right", "what"), OUTBOX)
+@pytest.mark.parametrize(("permission", "what"), OUTBOX)
 async def test_a_missing_grant_of_the_outbox_is_found_for_transactional_handlers(
-    database: PostgresServer, right: str, what: str
+    database: PostgresServer, permission: str, what: str
 ) -> None:
-    await run(database, *granted(), f"REVOKE {right} ON {what} FROM worker")
+    await run(database, *granted(), f"REVOKE {permission} ON {what} FROM worker")
 
     (only,) = await found_in_bookings(database)
 
@@ -359,7 +359,7 @@ async def test_a_sqlite_file_without_a_write_ahead_log_is_found(tmp_path: Path) 
     with sqlite3.connect(settings.path) as file:
         file.execute("PRAGMA journal_mode = DELETE")
     file.close()
-    engine = create_async_engine(f"sqlite+aiosqlite:///{settings.path}")  # one of an application, which is not ours
+    engine = create_async_engine(f"sqlite+aiosqlite:///{settings.path}")  # an engine of the application
 
     found = await check_repository(SqlIdempotencyRepository(engine), Settings(store=settings), time.time)
     await engine.dispose()

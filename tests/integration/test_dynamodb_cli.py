@@ -1,4 +1,4 @@
-"""`integr8s-idem store` and the settings, for a store of kind dynamodb.  On DynamoDB Local."""
+"""`integr8s-idem store` with a DynamoDB store, on DynamoDB Local."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.dynamodb.server import DynamoServer
 
 @pytest.fixture(autouse=True)
 def name(dynamodb: DynamoServer, aws: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Of the table in settings.toml; it is not there yet."""
+    """Write settings.toml, and return the name of its table, which does not exist yet."""
     for variable in [variable for variable in os.environ if variable.upper().startswith("INTEGR8S_IDEM_")]:
         monkeypatch.delenv(variable)
     monkeypatch.chdir(tmp_path)
@@ -38,11 +38,11 @@ def typed(*arguments: str) -> Result:
 
 
 def test_migrate_creates_the_table_once_and_it_stores_records(name: str) -> None:
-    first, again = typed("migrate"), typed("migrate", "--json")
+    first, second = typed("migrate"), typed("migrate", "--json")
 
     assert first.exit_code == 0, first.stderr
-    assert f"table {name}" in first.stdout
-    assert json.loads(again.stdout) == {"kind": "dynamodb", "migrated": []}
+    assert f"create table {name}" in first.stdout
+    assert json.loads(second.stdout) == {"kind": "dynamodb", "migrated": []}
     assert asyncio.run(reserved())
 
 
@@ -60,10 +60,10 @@ def test_a_dynamodb_store_has_no_sql() -> None:
 
 
 def test_a_dynamodb_store_needs_no_purge() -> None:
-    told, as_json = typed("purge"), typed("purge", "--json")
+    as_text, as_json = typed("purge"), typed("purge", "--json")
 
-    assert (told.exit_code, as_json.exit_code) == (0, 0)
-    assert "DynamoDB deletes expired records itself" in told.stdout
+    assert (as_text.exit_code, as_json.exit_code) == (0, 0)
+    assert "DynamoDB deletes expired records itself" in as_text.stdout
     assert json.loads(as_json.stdout) == {"kind": "dynamodb", "purged": 0}
 
 

@@ -1,4 +1,4 @@
-"""The store in DynamoDB beside the contract: its requests, its clock, what it leaves behind.  On DynamoDB Local."""
+"""The DynamoDB store beyond the contract of all stores: requests, clock and tombstones, on DynamoDB Local."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def front(dynamodb: DynamoServer, table: Table) -> AsyncIterator[DynamoFro
 
 @pytest.fixture
 async def store(front: DynamoFront, table: Table) -> AsyncIterator[DynamoIdempotencyRepository]:
-    """A store whose requests are counted, and whose clock stands."""
+    """A store with a counter of requests and a virtual clock."""
     async with dynamo_client(table.settings.model_copy(update={"endpoint_url": front.url})) as client:
         yield DynamoIdempotencyRepository(client, table.name, clock=VirtualClock(NOW))
 
@@ -72,7 +72,7 @@ async def test_each_operation_takes_one_request_per_key(store: DynamoIdempotency
     assert front.requests == ["PutItem"] * 3 + ["UpdateItem"] * 4 + ["PutItem"] * 2
 
 
-@pytest.mark.parametrize("state", ["released", "lapsed", "expired", "deleted", "its own, the answer lost"])
+@pytest.mark.parametrize("state", ["released", "lapsed", "expired", "deleted", "own, response lost"])
 async def test_an_existing_item_takes_a_second_request(
     store: DynamoIdempotencyRepository, front: DynamoFront, state: str
 ) -> None:
@@ -89,10 +89,10 @@ async def test_an_existing_item_takes_a_second_request(
             await store.delete([first.key])
     front.requests.clear()
 
-    again = await take(store, request if "own" in state else wish(first.key))
+    second = await take(store, request if "own" in state else wish(first.key))
 
     assert front.requests == ["PutItem", "PutItem"]
-    assert again.attempt == {"released": 2, "lapsed": 2}.get(state, 1)
+    assert second.attempt == {"released": 2, "lapsed": 2}.get(state, 1)
 
 
 async def test_a_renewal_beyond_the_expiry_of_a_record_takes_two_requests(
@@ -120,7 +120,7 @@ async def test_a_new_store_requests_the_time_once(front: DynamoFront, table: Tab
 async def test_leases_use_the_clock_of_dynamodb_even_if_the_clock_of_the_worker_is_wrong(
     front: DynamoFront, table: Table, ahead: timedelta
 ) -> None:
-    """Seen from a worker whose clock is wrong, that of DynamoDB is."""
+    """For a worker whose clock is wrong, DynamoDB's clock appears to be wrong."""
     front.ahead, key = ahead, new_key()
     settings = table.settings.model_copy(update={"endpoint_url": front.url})
     async with dynamo_client(settings) as one, dynamo_client(settings) as other:
@@ -128,7 +128,7 @@ async def test_leases_use_the_clock_of_dynamodb_even_if_the_clock_of_the_worker_
         late = DynamoIdempotencyRepository(other, table.name)
         (held,) = await late.reserve([wish(key)])
         front.ahead += LEASE + timedelta(seconds=5)
-        # A server whose clock has jumped, to this one: what does not fit is not averaged.
+        # To this worker, the clock of the server has jumped; the intervals must not be averaged.
         await late.ping()
         (taken,) = await late.reserve([wish(key)])
 
@@ -148,9 +148,9 @@ async def test_an_expired_item_counts_as_absent(store: DynamoIdempotencyReposito
     assert await store.get([first.key]) == [None]
     assert [record async for record in store.scan("")] == []
     assert await store.delete([first.key]) == 0
-    again = await take(store, wish(first.key))
+    second = await take(store, wish(first.key))
 
-    assert (again.attempt, again.previous) == (1, Previous.NONE)
+    assert (second.attempt, second.previous) == (1, Previous.NONE)
     assert "result" not in await item_of(table, first.key)
 
 
@@ -158,17 +158,17 @@ async def test_an_item_is_deleted_at_least_an_hour_after_its_expiry(
     store: DynamoIdempotencyRepository, table: Table
 ) -> None:
     first = await take(store, wish(new_key()))
-    in_work = await item_of(table, first.key)
+    processing = await item_of(table, first.key)
     await store.complete([Completion(reservation=first, ttl=TTL)])
     settled = await item_of(table, first.key)
     await store.delete([first.key])
-    stump = await item_of(table, first.key)
+    tombstone = await item_of(table, first.key)
 
-    ends = [in_work["expires_at"]["N"], settled["expires_at"]["N"], str(NOW)]
-    assert [int(item["purge_at"]["N"]) for item in (in_work, settled, stump)] == [
+    ends = [processing["expires_at"]["N"], settled["expires_at"]["N"], str(NOW)]
+    assert [int(item["purge_at"]["N"]) for item in (processing, settled, tombstone)] == [
         int(end) // 1_000_000 + 3_601 for end in ends
     ]
-    assert set(stump) == {"key", "fence", "expires_at", "purge_at"}
+    assert set(tombstone) == {"key", "fence", "expires_at", "purge_at"}
 
 
 @pytest.mark.scenario(78)
@@ -188,16 +188,16 @@ async def test_the_largest_result_fits_and_a_larger_one_is_dropped(
 ) -> None:
     media_type = "application/json"
     fitting = b"x" * (MOST_RESULT_BYTES - len(media_type))
-    keys = [letter * 255 for letter in "ab"]
+    keys = [character * 255 for character in "ab"]
     trace = TraceLink(b"t" * 16, b"s" * 8)
-    wishes = [wish(key, fingerprint=b"f" * 16, trace=trace, owner="ö" * 128) for key in keys]
-    taken = [await take(store, one) for one in wishes]
+    requests = [wish(key, fingerprint=b"f" * 16, trace=trace, owner="ö" * 128) for key in keys]
+    taken = [await take(store, request) for request in requests]
     results = [StoredResult(fitting, media_type), StoredResult(fitting + b"x", media_type)]
 
     done = [Completion(reservation=one, ttl=TTL, result=result) for one, result in zip(taken, results, strict=True)]
     assert await store.complete(done) == [True, True]
 
-    kept, dropped = await store.reserve([replace(one, token=b"n" * 16) for one in wishes])
+    kept, dropped = await store.reserve([replace(one, token=b"n" * 16) for one in requests])
     assert isinstance(kept, Completed)
     assert isinstance(dropped, Completed)
     assert (kept.result, kept.result_dropped) == (results[0], False)
@@ -224,19 +224,19 @@ async def test_the_count_of_active_keys_is_cached(table: Table) -> None:
 async def test_a_ping_reads_the_settings_of_the_table_once_an_hour(
     store: DynamoIdempotencyRepository, front: DynamoFront
 ) -> None:
-    first, again = await store.ping(), await store.ping()
+    first, second = await store.ping(), await store.ping()
 
-    assert first.warnings == again.warnings
+    assert first.warnings == second.warnings
     assert front.requests == ["UpdateItem", "DescribeTable", "DescribeTimeToLive", "UpdateItem"]
 
 
 async def test_a_ping_identifies_the_table_and_warns_about_a_missing_ttl(
     store: DynamoIdempotencyRepository, table: Table
 ) -> None:
-    first, again = await store.ping(), await store.ping()
+    first, second = await store.ping(), await store.ping()
 
     assert (first.kind, first.keeps_all) == ("dynamodb", True)
-    assert first.identity == again.identity != ""
+    assert first.identity == second.identity != ""
     assert first.warnings == (
         "expired records are never deleted: no TTL on purge_at: the table and its cost grow; "
         "run: integr8s-idem store migrate",

@@ -1,7 +1,7 @@
-"""A DynamoDB that is away, throttles, refuses, or has another table: each as one of our errors.
+"""Errors of DynamoDB, translated into errors of the library.
 
-DynamoDB Local neither throttles nor looks at credentials: a server of our own before it does (`DynamoFront`), in
-DynamoDB's words.
+DynamoDB Local neither throttles requests nor checks credentials, so a proxy in front of it (`DynamoFront`) returns the
+errors of DynamoDB.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ async def store(front: DynamoFront, table: Table) -> AsyncIterator[DynamoIdempot
 
 
 async def error_of(store: DynamoIdempotencyRepository) -> StoreError:
-    """What a reservation meets, and the look before it."""
-    with pytest.raises(StoreError) as looked:
+    """Return the error of a reservation; a ping must fail with the same type."""
+    with pytest.raises(StoreError) as pinged:
         await store.ping()
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(StoreError) as reserved:
         await store.reserve([wish(new_key())])
-    assert type(caught.value) is type(looked.value)
-    assert "canary" not in str(caught.value)
-    return caught.value
+    assert type(reserved.value) is type(pinged.value)
+    assert "canary" not in str(reserved.value)
+    return reserved.value
 
 
 async def works(store: DynamoIdempotencyRepository) -> bool:
@@ -86,10 +86,10 @@ async def test_several_processes_can_create_the_table_concurrently(table: Table)
 
     done = await asyncio.gather(*(migrate(table.client, name) for _ in range(4)))
 
-    assert sum(f"table {name}" in one for one in done) == 1
+    assert sum(f"create table {name}" in steps for steps in done) == 1
 
 
-async def make(client: Any, keys: list[tuple[str, str]], types: str = "S") -> str:
+async def create_table(client: Any, keys: list[tuple[str, str]], types: str = "S") -> str:
     name = f"idem-{uuid4().hex}"
     await client.create_table(
         TableName=name,
@@ -105,7 +105,7 @@ async def make(client: Any, keys: list[tuple[str, str]], types: str = "S") -> st
     ("keys", "types"), [([("pk", "HASH")], "S"), ([("key", "HASH"), ("at", "RANGE")], "S"), ([("key", "HASH")], "B")]
 )
 async def test_a_table_with_other_keys_is_refused(table: Table, keys: list[tuple[str, str]], types: str) -> None:
-    name = await make(table.client, keys, types)
+    name = await create_table(table.client, keys, types)
 
     with pytest.raises(StoreConfigurationError, match=r"the store needs only key \(S\): choose another table"):
         await migrate(table.client, name)
@@ -132,16 +132,16 @@ async def test_an_unreachable_or_frozen_server_is_an_outage_until_it_responds(aw
             assert await works(store)
 
             server.stop_signal()
-            silent = await error_of(store)
+            frozen = await error_of(store)
             server.continue_signal()
             assert await works(store)
             await asyncio.to_thread(server.kill)
-            away = await error_of(store)
+            unreachable = await error_of(store)
 
-    assert isinstance(silent, StoreUnavailableError)
-    assert isinstance(away, StoreUnavailableError)
-    assert "within 0.5 s" in str(silent)
-    assert "no connection to DynamoDB" in str(away)
+    assert isinstance(frozen, StoreUnavailableError)
+    assert isinstance(unreachable, StoreUnavailableError)
+    assert "within 0.5 s" in str(frozen)
+    assert "no connection to DynamoDB" in str(unreachable)
 
 
 THROTTLING = ["ProvisionedThroughputExceededException", "RequestLimitExceeded", "ThrottlingException"]
@@ -166,8 +166,8 @@ async def test_persistent_throttling_is_an_outage_after_the_timeout(
     store: DynamoIdempotencyRepository, front: DynamoFront, table: Table, code: str
 ) -> None:
     front.refuse(code)
-    async with store_at(table, front.url, timedelta(seconds=1.5)) as hasty:
-        error = await error_of(hasty)
+    async with store_at(table, front.url, timedelta(seconds=1.5)) as impatient:
+        error = await error_of(impatient)
 
     assert isinstance(error, StoreUnavailableError)
     assert "throughput" in str(error) or "throttles" in str(error)
@@ -183,7 +183,7 @@ async def test_a_service_error_is_retried(store: DynamoIdempotencyRepository, fr
 
 @pytest.mark.scenario(52)
 @pytest.mark.parametrize(
-    ("code", "message", "expected", "says"),
+    ("code", "message", "expected", "text"),
     [
         ("UnrecognizedClientException", "The security token included in the request is invalid.",
          StoreConfigurationError, "does not know this access key"),
@@ -200,14 +200,14 @@ async def test_a_service_error_is_retried(store: DynamoIdempotencyRepository, fr
     ],
 )  # fmt: skip
 async def test_an_error_response_is_translated_with_a_remedy(
-    table: Table, front: DynamoFront, code: str, message: str, expected: type[StoreError], says: str
+    table: Table, front: DynamoFront, code: str, message: str, expected: type[StoreError], text: str
 ) -> None:
     front.refuse(code, message=message)
     async with store_at(table, front.url, timedelta(seconds=1.5)) as store:
         error = await error_of(store)
 
     assert isinstance(error, expected)
-    assert says in str(error)
+    assert text in str(error)
 
 
 @pytest.mark.parametrize(
@@ -235,10 +235,10 @@ async def test_without_credentials_nothing_is_sent(table: Table, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("variable", "says"), [({}, "set region in [store], or AWS_REGION"), ({"AWS_PROFILE": "none"}, "(none)")]
+    ("variable", "text"), [({}, "set region in [store], or AWS_REGION"), ({"AWS_PROFILE": "none"}, "(none)")]
 )
 async def test_an_invalid_client_configuration_is_reported(
-    aws: None, monkeypatch: pytest.MonkeyPatch, dynamodb: DynamoServer, variable: dict[str, str], says: str
+    aws: None, monkeypatch: pytest.MonkeyPatch, dynamodb: DynamoServer, variable: dict[str, str], text: str
 ) -> None:
     for name, value in variable.items():
         monkeypatch.setenv(name, value)
@@ -247,7 +247,7 @@ async def test_an_invalid_client_configuration_is_reported(
         async with dynamo_client(dynamodb.settings(region=None)):
             pass
 
-    assert says in str(caught.value)
+    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(("piece", "other"), [(b"{", b"<"), (b"x-amzn-requestid", b"x-served-by")])
@@ -268,10 +268,10 @@ async def test_responses_without_a_date_are_refused(table: Table, front: DynamoF
         error = await error_of(store)
 
     assert isinstance(error, StoreConfigurationError)
-    assert "carry no Date" in str(error)
+    assert "have no Date" in str(error)
 
 
-# Answers that are lost after the server has executed.
+# Responses that are lost after the server has executed the request.
 
 
 @asynccontextmanager
@@ -282,7 +282,9 @@ async def lossy(table: Table, server: DynamoServer) -> AsyncIterator[tuple[Dynam
 
 
 @pytest.mark.scenario(57)
-async def test_a_retry_finds_the_reservation_whose_response_was_lost(table: Table, dynamodb: DynamoServer) -> None:
+async def test_a_retry_finds_the_reservation_whose_response_was_lost(
+    table: Table, dynamodb: DynamoServer
+) -> None:
     async with lossy(table, dynamodb) as (store, proxy):
         lost = proxy.put(Cut(matching=b".PutItem"))
         (verdict,) = await store.reserve([wish(new_key())])
@@ -299,20 +301,20 @@ async def test_a_write_whose_response_was_lost_succeeds(table: Table, dynamodb: 
     async with lossy(table, dynamodb) as (store, proxy):
         (reserved,) = await store.reserve([wish(new_key())])
         assert isinstance(reserved, Reserved)
-        # The second request of a longer renewal is the one that writes.
+        # Only the second request of a longer renewal writes.
         lost = proxy.put(Cut(matching=b".UpdateItem", also=b"purge_at" if verb == "prolong" else b""))
         match verb:
             case "renew":
-                answers = await store.renew([reserved], LEASE)
+                results = await store.renew([reserved], LEASE)
             case "prolong":
-                answers = await store.renew([reserved], 2 * RETENTION)
+                results = await store.renew([reserved], 2 * RETENTION)
             case "complete":
-                answers = await store.complete([Completion(reservation=reserved, ttl=TTL)])
+                results = await store.complete([Completion(reservation=reserved, ttl=TTL)])
             case _:
-                answers = await store.release([reserved])
+                results = await store.release([reserved])
 
     assert lost.struck == 1
-    assert answers == [True]
+    assert results == [True]
 
 
 async def test_a_completion_whose_response_was_lost_is_found_by_the_next_call(

@@ -1,4 +1,4 @@
-"""MariaDB that is away, refuses, holds, or is not what we need: each as one of our errors, on a real server."""
+"""Errors of MariaDB, translated into errors of the library, on a real server."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ async def run(engine: AsyncEngine, *statements: str) -> None:
 
 
 async def error_of(engine: AsyncEngine) -> StoreError:
-    """What a reservation meets, and the look before it."""
+    """Return the error of a reservation; a ping must fail with the same type."""
     store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
-    with pytest.raises(StoreError) as looked:
+    with pytest.raises(StoreError) as pinged:
         await store.ping()
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(StoreError) as reserved:
         await store.reserve([wish(new_key())])
-    assert type(caught.value) is type(looked.value)
-    return caught.value
+    assert type(reserved.value) is type(pinged.value)
+    return reserved.value
 
 
 async def works(engine: AsyncEngine) -> bool:
@@ -81,7 +81,7 @@ async def test_missing_tables_are_reported_with_the_command_to_create_them(engin
 
 
 async def test_an_interrupted_migration_is_completed_by_the_next_one(engine: AsyncEngine) -> None:
-    """Each table is there for good as soon as it is made: nothing rolls it back."""
+    """Each CREATE TABLE commits at once and cannot be rolled back."""
     await run(
         engine, "DROP TABLE idempotency_store", "DROP INDEX idempotency_records_expires_at ON idempotency_records"
     )
@@ -103,18 +103,18 @@ async def test_the_printed_sql_creates_the_same_tables_as_migrate(engine: AsyncE
 
 
 @pytest.mark.parametrize(
-    ("known", "given", "says"),
+    ("part", "replacement", "message"),
     [
-        ("idem@", "stranger@", "does not accept this user and password"),
+        ("idem@", "unknown@", "does not accept this user and password"),
         ("/test", "/nowhere", "the database does not exist"),
     ],
 )
-async def test_permanent_errors_are_reported(mariadb: MariadbServer, known: str, given: str, says: str) -> None:
-    async with engine_on(mariadb.url.replace(known, given)) as other:
+async def test_permanent_errors_are_reported(mariadb: MariadbServer, part: str, replacement: str, message: str) -> None:
+    async with engine_on(mariadb.url.replace(part, replacement)) as other:
         error = await error_of(other)
 
     assert isinstance(error, StoreConfigurationError)
-    assert says in str(error)
+    assert message in str(error)
 
 
 async def test_a_crashed_server_is_an_outage_until_it_restarts(engine: AsyncEngine, mariadb: MariadbServer) -> None:
@@ -153,41 +153,41 @@ async def patient(mariadb: MariadbServer) -> AsyncIterator[AsyncEngine]:
 
 
 async def test_a_deadlock_is_an_outage_without_any_writes(engine: AsyncEngine, patient: AsyncEngine) -> None:
-    """Only a stranger's transaction can bring one about: ours lock in the order of their keys."""
+    """Only a foreign transaction can cause a deadlock, because the store locks rows in key order."""
     store, low, high = (
         SqlIdempotencyRepository(patient, timeout=timedelta(seconds=30)),
         f"a{new_key()}",
         f"b{new_key()}",
     )
-    more = [f"c{new_key()}" for _ in range(20)]  # who has written less is the one to give way
+    more = [f"c{new_key()}" for _ in range(20)]  # the database aborts the transaction with fewer writes
     await store.reserve([wish(key) for key in (low, high, *more)])
     write = text("UPDATE idempotency_records SET error = 'held' WHERE `key` = :key")
 
-    async with patient.begin() as stranger:
-        await stranger.execute(write, [{"key": key} for key in (high, *more)])
-        asking = asyncio.create_task(store.delete([low, high]))
-        await waiting(engine)
-        await stranger.execute(write, {"key": low})
+    async with patient.begin() as other:
+        await other.execute(write, [{"key": key} for key in (high, *more)])
+        deleting = asyncio.create_task(store.delete([low, high]))
+        await wait_for_lock_wait(engine)
+        await other.execute(write, {"key": low})
 
         with pytest.raises(StoreUnavailableError, match="found a deadlock"):
-            await asking
+            await deleting
     assert None not in await store.get([low, high])
 
 
-async def waiting(engine: AsyncEngine) -> None:
+async def wait_for_lock_wait(engine: AsyncEngine) -> None:
     """Return once a transaction waits for a lock."""
-    asked = text("SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'")
+    query = text("SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'")
     async with asyncio.timeout(60), engine.connect() as connection:
-        while (await connection.execute(asked)).scalar_one() == 0:  # noqa: ASYNC110  # the server tells no event
-            await asyncio.sleep(0.3)  # it shows the same again to whoever looks within a tenth of a second
+        while (await connection.execute(query)).scalar_one() == 0:  # noqa: ASYNC110  # the server has no event for it
+            await asyncio.sleep(0.3)  # the server caches this table for a tenth of a second
 
 
 async def test_a_connection_that_the_server_closes_fails_one_call(engine: AsyncEngine) -> None:
     store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
     assert await works(engine)
     async with engine.connect() as other:
-        asked = "SELECT id FROM information_schema.processlist WHERE user = 'idem' AND id <> connection_id()"
-        for (number,) in (await other.execute(text(asked))).all():
+        query = "SELECT id FROM information_schema.processlist WHERE user = 'idem' AND id <> connection_id()"
+        for (number,) in (await other.execute(text(query))).all():
             await other.execute(text(f"KILL {number}"))
 
     failures = 0
@@ -236,12 +236,12 @@ async def test_concurrent_batches_with_the_same_keys_do_not_deadlock(engine: Asy
 
     async def work(shift: int) -> int:
         verdicts = await store.reserve([wish(key) for key in keys[shift:] + keys[:shift]])
-        mine = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
-        await store.renew(mine, timedelta(seconds=60))
-        await store.release(mine)
+        reserved = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+        await store.renew(reserved, timedelta(seconds=60))
+        await store.release(reserved)
         verdicts = await store.reserve([wish(key) for key in keys])
-        again = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
-        return sum(await store.complete([Completion(reservation=one, ttl=TTL) for one in again]))
+        reserved = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+        return sum(await store.complete([Completion(reservation=one, ttl=TTL) for one in reserved]))
 
     completed = await asyncio.gather(*map(work, range(0, 60, 5)))
 
@@ -266,29 +266,29 @@ async def test_a_canceled_call_leaves_no_response_for_the_next_one(engine: Async
         await asyncio.sleep(number / 6_000)
         for task in doomed:
             task.cancel()
-        ends = await asyncio.gather(*doomed, return_exceptions=True)
-        assert {type(end) for end in ends} <= {asyncio.CancelledError, type(None)}
+        results = await asyncio.gather(*doomed, return_exceptions=True)
+        assert {type(result) for result in results} <= {asyncio.CancelledError, type(None)}
         await check(number)
 
 
 async def test_a_record_that_is_deleted_before_its_verdict_is_read_is_reserved_again(engine: AsyncEngine) -> None:
-    """It writes, commits, and reads what it wrote: somebody may come between."""
-    store, keys, spoilt = SqlIdempotencyRepository(engine), [new_key(), new_key()], list[str]()
+    """The upsert commits before its rows are read, so another process can delete one in between."""
+    store, keys, intercepted = SqlIdempotencyRepository(engine), [new_key(), new_key()], list[str]()
 
     @event.listens_for(engine.sync_engine, "before_cursor_execute")
     def _delete(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
-        if statement.startswith("SELECT") and not spoilt:
-            spoilt.append(statement)
+        if statement.startswith("SELECT") and not intercepted:
+            intercepted.append(statement)
             cursor.execute("DELETE FROM idempotency_records WHERE `key` = %s", (keys[1].encode(),))
 
     verdicts = await store.reserve([wish(key) for key in keys])
 
-    assert spoilt
+    assert intercepted
     assert [(verdict.key, type(verdict)) for verdict in verdicts] == [(key, Reserved) for key in keys]
 
 
 async def test_times_are_utc_and_fences_grow_with_them(engine: AsyncEngine) -> None:
-    """The server's zone is half a day off (`tests.support.mariadb`)."""
+    """The time zone of the server is half a day off (`tests.support.mariadb`)."""
     store = SqlIdempotencyRepository(engine)
 
     (first,) = await store.reserve([wish(new_key())])

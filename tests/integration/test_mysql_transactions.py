@@ -1,6 +1,6 @@
-"""What is special about joining a transaction of MySQL or MariaDB, on a real MariaDB.
+"""Transactions of MySQL and MariaDB that contain outcomes, on a real MariaDB.
 
-The application's engines are as SQLAlchemy makes them: at REPEATABLE READ, whose snapshot only plain SELECTs see.
+The application's engines have SQLAlchemy's defaults: REPEATABLE READ, whose snapshot applies to plain SELECTs only.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def url(shared_mariadb: MariadbServer) -> str:
 
 @asynccontextmanager
 async def engines_on(url: str) -> AsyncIterator[tuple[AsyncEngine, AsyncEngine]]:
-    """The store's, and one of the application's."""
-    ours, theirs = sql_engine(url, lock_timeout_seconds=1), create_async_engine(url)
+    """Open an engine for the store and one for the application."""
+    store_engine, app_engine = sql_engine(url, lock_timeout_seconds=1), create_async_engine(url)
     try:
-        await migrate(ours)
-        async with ours.begin() as connection:
+        await migrate(store_engine)
+        async with store_engine.begin() as connection:
             await connection.execute(text("CREATE TABLE IF NOT EXISTS balance (id int PRIMARY KEY, amount int)"))
             await connection.execute(text("REPLACE INTO balance VALUES (1, 0), (2, 0)"))
-        yield ours, theirs
+        yield store_engine, app_engine
     finally:
-        await ours.dispose()
-        await theirs.dispose()
+        await store_engine.dispose()
+        await app_engine.dispose()
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ async def test_a_reservation_sees_records_written_after_the_snapshot(
 ) -> None:
     store, key = SqlIdempotencyRepository(engines[0]), new_key()
     async with AsyncSession(engines[1]) as session, session.begin():
-        await session.execute(text("SELECT * FROM idempotency_records"))  # the snapshot is taken here
+        await session.execute(text("SELECT * FROM idempotency_records"))  # takes the snapshot
         (reserved,) = await store.reserve([wish(key)])
         assert isinstance(reserved, Reserved)
         (early,) = await store.joined(session).reserve([wish(key)])
@@ -85,67 +85,69 @@ async def test_ownership_is_checked_against_records_written_after_the_snapshot(
     store, keys = SqlIdempotencyRepository(engines[0]), [new_key(), new_key()]
     async with AsyncSession(engines[1]) as session, session.begin():
         await session.execute(text("SELECT * FROM idempotency_records"))
-        settled, given_back = await store.reserve([wish(key) for key in keys])
-        assert isinstance(settled, Reserved)
-        assert isinstance(given_back, Reserved)
-        done = Completion(reservation=settled, ttl=TTL)
-        assert await store.complete([done]) == await store.release([given_back]) == [True]
+        completed, released = await store.reserve([wish(key) for key in keys])
+        assert isinstance(completed, Reserved)
+        assert isinstance(released, Reserved)
+        completion = Completion(reservation=completed, ttl=TTL)
+        assert await store.complete([completion]) == await store.release([released]) == [True]
         joined = store.joined(session)
 
-        assert await joined.release([settled, given_back]) == [False, True]
-        assert await joined.renew([settled, given_back], timedelta(minutes=1)) == [False, False]
-        assert await joined.complete([done]) == [True]
+        assert await joined.release([completed, released]) == [False, True]
+        assert await joined.renew([completed, released], timedelta(minutes=1)) == [False, False]
+        assert await joined.complete([completion]) == [True]
 
 
-async def write_crosswise(session: AsyncSession, other: AsyncEngine) -> None:
-    """Two rows that a stranger writes in the other order: the database gives `session` up."""
-    # Who has written more is the one to stay.
+async def cause_deadlock(session: AsyncSession, other_engine: AsyncEngine) -> None:
+    """Write two rows in the opposite order of another transaction, so that the database aborts `session`."""
+    # The database aborts the transaction with fewer writes.
     more = ", ".join(f"({number}, 0)" for number in range(100, 200))
-    async with other.begin() as stranger:
+    async with other_engine.begin() as other:
         await session.execute(text("UPDATE balance SET amount = amount + 10 WHERE id = 1"))
-        await stranger.execute(text(f"REPLACE INTO balance VALUES {more}"))
-        await stranger.execute(text("UPDATE balance SET amount = amount + 1 WHERE id = 2"))
-        waiting = asyncio.create_task(stranger.execute(text("UPDATE balance SET amount = amount + 1 WHERE id = 1")))
+        await other.execute(text(f"REPLACE INTO balance VALUES {more}"))
+        await other.execute(text("UPDATE balance SET amount = amount + 1 WHERE id = 2"))
+        waiting = asyncio.create_task(other.execute(text("UPDATE balance SET amount = amount + 1 WHERE id = 1")))
         try:
             await session.execute(text("UPDATE balance SET amount = amount + 10 WHERE id = 2"))
         finally:
             await waiting
-            await stranger.execute(text("DELETE FROM balance WHERE id >= 100"))
+            await other.execute(text("DELETE FROM balance WHERE id >= 100"))
 
 
-async def test_a_deadlock_is_not_a_failure_of_the_handler(url: str, engines: tuple[AsyncEngine, AsyncEngine]) -> None:
-    router, (_, theirs) = EventRouter(), engines
+async def test_a_deadlock_is_not_a_failure_of_the_handler(
+    url: str, engines: tuple[AsyncEngine, AsyncEngine]
+) -> None:
+    router, (_, app_engine) = EventRouter(), engines
 
     @router.on(OrderPlaced)
     async def bill(event: OrderPlaced, session: FromDishka[AsyncSession], attempt: FromDishka[Attempt]) -> int:
         await charge(session, event)
         if attempt.number == 1:
-            await write_crosswise(session, theirs)
+            await cause_deadlock(session, app_engine)
         return attempt.number
 
     settings = Settings(idempotency=IdempotencyConfig(max_attempts=1))
     async with open_ledger_shop(url, router, settings=settings) as shop:
         event = OrderPlaced()
-        outcome, again = await shop.attempt(event), await shop.attempt(event)
+        outcome, second = await shop.attempt(event), await shop.attempt(event)
 
         assert isinstance(outcome, HandlerFailed)
         assert isinstance(outcome.error, TransactionAbortedError)
         assert not outcome.given_up
-        assert again == Executed(2, 2)
+        assert second == Executed(2, 2)
         assert await shop.charged() == ["1"]
-    assert await amounts(theirs) == [0, 0]
+    assert await amounts(app_engine) == [0, 0]
 
 
 async def test_a_deadlock_after_a_savepoint_of_the_handler_aborts_its_transaction(
     url: str, engines: tuple[AsyncEngine, AsyncEngine]
 ) -> None:
-    router, (_, theirs) = EventRouter(), engines
+    router, (_, app_engine) = EventRouter(), engines
 
     @router.on(OrderPlaced)
     async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
         await charge(session, event)
         async with session.begin_nested():
-            await write_crosswise(session, theirs)
+            await cause_deadlock(session, app_engine)
 
     async with open_ledger_shop(url, router) as shop:
         outcome = await shop.attempt(OrderPlaced())
@@ -158,14 +160,14 @@ async def test_a_deadlock_after_a_savepoint_of_the_handler_aborts_its_transactio
 async def test_a_handler_that_continues_after_a_deadlock_gets_no_outcome(
     url: str, engines: tuple[AsyncEngine, AsyncEngine]
 ) -> None:
-    """The database would take what it writes from there on, and has forgotten what it wrote before."""
-    router, (_, theirs) = EventRouter(), engines
+    """The database has rolled back its earlier writes, but accepts later ones."""
+    router, (_, app_engine) = EventRouter(), engines
 
     @router.on(OrderPlaced)
     async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
         await charge(session, event)
         with pytest.raises(DBAPIError, match="Deadlock"):
-            await write_crosswise(session, theirs)
+            await cause_deadlock(session, app_engine)
         await session.execute(text("UPDATE balance SET amount = amount + 100 WHERE id = 2"))
 
     async with open_ledger_shop(url, router) as shop:
@@ -176,16 +178,16 @@ async def test_a_handler_that_continues_after_a_deadlock_gets_no_outcome(
         assert isinstance(outcome.error, ApplicationError)
         assert "ended before its outcome was written" in str(outcome.error)
         assert await shop.statuses() == {event.event_id: "processing"}
-    assert await amounts(theirs) == [0, 0]
+    assert await amounts(app_engine) == [0, 0]
 
 
 async def test_a_handler_that_creates_a_table_gets_no_outcome(url: str) -> None:
-    """It commits thereby, whatever comes then."""
+    """CREATE TABLE commits implicitly."""
     router = EventRouter()
 
     @router.on(OrderPlaced)
     async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
-        await session.execute(text("CREATE OR REPLACE TABLE made_by_a_handler (id int)"))
+        await session.execute(text("CREATE OR REPLACE TABLE created_by_a_handler (id int)"))
         await charge(session, event)
 
     async with open_ledger_shop(url, router) as shop:
@@ -205,12 +207,12 @@ async def manager(engines: tuple[AsyncEngine, AsyncEngine]) -> IdempotencyManage
 async def test_work_that_continues_after_a_deadlock_is_not_recorded(
     engines: tuple[AsyncEngine, AsyncEngine], manager: IdempotencyManager
 ) -> None:
-    ours, theirs = engines
-    async with AsyncSession(theirs) as session:
+    store_engine, app_engine = engines
+    async with AsyncSession(app_engine) as session:
 
         async def refund() -> None:
             with pytest.raises(DBAPIError, match="Deadlock"):
-                await write_crosswise(session, ours)
+                await cause_deadlock(session, store_engine)
             await session.execute(text("UPDATE balance SET amount = amount + 100 WHERE id = 2"))
 
         with pytest.raises(TransactionAbortedError, match="the whole transaction"):
@@ -218,7 +220,7 @@ async def test_work_that_continues_after_a_deadlock_is_not_recorded(
                 await manager.run("refund:1", refund)
 
     assert await manager.get("refund:1") is None
-    assert await amounts(ours) == [0, 0]
+    assert await amounts(store_engine) == [0, 0]
 
 
 async def test_work_that_creates_a_table_is_not_recorded_as_completed(
@@ -227,7 +229,7 @@ async def test_work_that_creates_a_table_is_not_recorded_as_completed(
     async with AsyncSession(engines[1]) as session, manager.in_transaction(session):
 
         async def refund() -> None:
-            await session.execute(text("CREATE OR REPLACE TABLE made_by_the_work (id int)"))
+            await session.execute(text("CREATE OR REPLACE TABLE created_by_the_work (id int)"))
 
         with pytest.raises(ApplicationError, match="ended before its outcome was written"):
             await manager.run("refund:5", refund)
@@ -240,26 +242,26 @@ async def test_work_that_creates_a_table_is_not_recorded_as_completed(
 async def test_a_deadlock_within_the_work_aborts_the_transaction(
     engines: tuple[AsyncEngine, AsyncEngine], manager: IdempotencyManager
 ) -> None:
-    ours, theirs = engines
-    async with AsyncSession(theirs) as session:
+    store_engine, app_engine = engines
+    async with AsyncSession(app_engine) as session:
         with pytest.raises(TransactionAbortedError, match="deadlock"):
             async with session.begin(), manager.in_transaction(session):
-                await manager.run("refund:2", lambda: write_crosswise(session, ours))
+                await manager.run("refund:2", lambda: cause_deadlock(session, store_engine))
 
     assert await manager.get("refund:2") is None
-    assert await amounts(ours) == [0, 0]
+    assert await amounts(store_engine) == [0, 0]
 
 
 async def test_a_record_that_has_changed_since_a_strict_snapshot_aborts_the_transaction(
     engines: tuple[AsyncEngine, AsyncEngine], manager: IdempotencyManager
 ) -> None:
-    """MariaDB 11.6 and newer does so unless told otherwise."""
-    _, theirs = engines
+    """This is the default of MariaDB 11.6 and newer."""
+    _, app_engine = engines
 
     async def refund() -> str:
         return "receipt"
 
-    async with AsyncSession(theirs) as session, session.begin():
+    async with AsyncSession(app_engine) as session, session.begin():
         await session.execute(text("SET SESSION innodb_snapshot_isolation = ON"))
         await session.execute(text("SELECT * FROM idempotency_records"))
         await manager.run("refund:3", refund)
@@ -274,26 +276,26 @@ async def test_a_session_of_another_database_on_the_same_server_is_refused(
 ) -> None:
     async with engines[0].begin() as connection:
         await connection.execute(text("CREATE DATABASE IF NOT EXISTS elsewhere"))
-    async with engines_on(url.replace("/test?", "/elsewhere?")) as (there, _):
-        async with AsyncSession(there) as session, session.begin(), manager.in_transaction(session):
+    async with engines_on(url.replace("/test?", "/elsewhere?")) as (other_engine, _):
+        async with AsyncSession(other_engine) as session, session.begin(), manager.in_transaction(session):
             with pytest.raises(StoreConfigurationError, match="in another database"):
                 await manager.run("refund:4", lambda: asyncio.sleep(0))
 
-        async with there.begin() as connection:
+        async with other_engine.begin() as connection:
             await connection.run_sync(metadata.drop_all)
 
 
 async def test_a_lock_timeout_that_rolls_back_the_transaction_aborts_it() -> None:
     with MariadbServer(settings={"innodb-rollback-on-timeout": "ON"}) as server:
-        async with engines_on(server.url) as (ours, _):
-            manager = IdempotencyManager(repository=SqlIdempotencyRepository(ours), scope="refunds")
-            async with AsyncSession(ours) as session, session.begin(), manager.in_transaction(session):
+        async with engines_on(server.url) as (store_engine, _):
+            manager = IdempotencyManager(repository=SqlIdempotencyRepository(store_engine), scope="refunds")
+            async with AsyncSession(store_engine) as session, session.begin(), manager.in_transaction(session):
                 await manager.run("refund:1", lambda: asyncio.sleep(0))
 
-                async with AsyncSession(ours) as other, manager.in_transaction(other):
+                async with AsyncSession(store_engine) as other, manager.in_transaction(other):
                     await other.execute(text("UPDATE balance SET amount = amount + 10"))
                     with pytest.raises(TransactionAbortedError, match="longer than the lock timeout"):
                         await manager.run("refund:1", lambda: asyncio.sleep(0))
                     await other.commit()
 
-            assert await amounts(ours) == [0, 0]
+            assert await amounts(store_engine) == [0, 0]

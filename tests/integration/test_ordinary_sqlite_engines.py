@@ -1,4 +1,4 @@
-"""The application's own SQLite engines are refused unless they begin real transactions."""
+"""The application created SQLite engines are refused unless they begin real transactions."""
 
 from __future__ import annotations
 

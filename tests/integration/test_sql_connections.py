@@ -1,4 +1,4 @@
-"""The connections of a pool: how many there are, and how they outlive a server that is restarted."""
+"""Connection pools: their size, and restarts of the server."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def store(engine: AsyncEngine) -> SqlIdempotencyRepository:
 
 
 async def fill(engine: AsyncEngine) -> None:
-    """Leave the pool with as many connections as it may keep."""
+    """Fill the pool with connections."""
     async with AsyncExitStack() as stack:
         for _ in range(CONNECTIONS):
             connection = await stack.enter_async_context(engine.connect())
             await connection.execute(text("SELECT 1"))
 
 
-async def calls(store: SqlIdempotencyRepository) -> list[bool]:
-    """Whether each of some calls at once gets its key."""
+async def reserve_concurrently(store: SqlIdempotencyRepository) -> list[bool]:
+    """Make concurrent calls, and return whether each reserved its key."""
     verdicts = await asyncio.gather(*(store.reserve([wish(new_key())]) for _ in range(CONNECTIONS)))
     return [isinstance(verdict, Reserved) for (verdict,) in verdicts]
 
@@ -72,12 +72,12 @@ def restart(server: Server) -> None:
 async def test_no_call_fails_when_the_server_restarts_under_idle_connections(
     server: Server, engine: AsyncEngine, store: SqlIdempotencyRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle_connections, "MAX_IDLE_SECONDS", 3600.0)  # they are told of it: nobody has to look
+    monkeypatch.setattr(idle_connections, "MAX_IDLE_SECONDS", 3600.0)  # the driver notices without a ping
     await fill(engine)
 
     await asyncio.to_thread(restart, server)
 
-    assert await calls(store) == [True] * CONNECTIONS
+    assert await reserve_concurrently(store) == [True] * CONNECTIONS
 
 
 @pytest.mark.scenario(55)
@@ -87,9 +87,9 @@ async def test_no_call_fails_when_connections_miss_the_restart_of_the_server(
     monkeypatch.setattr(idle_connections, "MAX_IDLE_SECONDS", 0.0)
     await fill(engine)
 
-    restart(server)  # in the event loop, which hears nothing meanwhile
+    restart(server)  # blocks the event loop, so that the driver does not notice
 
-    assert await calls(store) == [True] * CONNECTIONS
+    assert await reserve_concurrently(store) == [True] * CONNECTIONS
 
 
 async def test_one_call_fails_after_a_restart_if_the_engine_does_not_ping_connections(server: Server) -> None:
@@ -114,13 +114,13 @@ async def test_one_call_fails_after_a_restart_if_the_engine_does_not_ping_connec
 async def test_a_pool_has_at_most_the_configured_number_of_connections(
     engine: AsyncEngine, store: SqlIdempotencyRepository
 ) -> None:
-    made: list[object] = []
-    event.listen(engine.sync_engine, "connect", lambda connection, entry: made.append(connection))
+    opened: list[object] = []
+    event.listen(engine.sync_engine, "connect", lambda connection, entry: opened.append(connection))
 
     verdicts = await asyncio.gather(*(store.reserve([wish(new_key())]) for _ in range(20 * CONNECTIONS)))
 
     assert all(isinstance(verdict, Reserved) for (verdict,) in verdicts)
-    assert 0 < len(made) < CONNECTIONS  # one is there already
+    assert 0 < len(opened) < CONNECTIONS  # one is open already
 
 
 async def test_a_timeout_of_the_pool_is_reported(server: Server) -> None:
@@ -140,7 +140,7 @@ async def test_the_shortest_lock_timeout_of_postgresql_is_a_millisecond(server: 
     engine = sql_engine(server.url, lock_timeout_seconds=0.0004)
 
     async with engine.connect() as connection:
-        told = await connection.scalar(text("SHOW lock_timeout"))
+        lock_timeout = await connection.scalar(text("SHOW lock_timeout"))
 
     await engine.dispose()
-    assert told == "1ms"
+    assert lock_timeout == "1ms"

@@ -1,4 +1,4 @@
-"""Tables that are made by others, or lost in part: put right by a migration, and refused until then."""
+"""Migrations of databases with missing, outdated or externally created tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DIALECTS = {"mysql": mysql, "postgresql": postgresql, "sqlite": sqlite}
 
 @pytest.fixture(params=KINDS)
 async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AsyncEngine]:
-    """Of a database without our tables."""
+    """An engine for a database without the tables of the store."""
     engine = sql_engine(url_of(request.param, request, tmp_path))
     async with engine.begin() as connection:
         await connection.run_sync(metadata.drop_all)
@@ -56,7 +56,7 @@ async def run(engine: AsyncEngine, statement: str) -> None:
 
 
 async def works(engine: AsyncEngine) -> bool:
-    """Whether a worker with transactional handlers would find all that it needs."""
+    """Whether the store and the outbox work."""
     store, outbox = SqlIdempotencyRepository(engine), SqlOutbox(engine)
     await store.ping()
     [verdict] = await store.reserve([wish("a")])
@@ -73,7 +73,7 @@ async def test_a_migration_completes_tables_that_were_created_from_the_metadata(
 
     done = await migrate(engine)
 
-    assert [one.version for one in done] == [1, VERSION]
+    assert [migration.version for migration in done] == [1, VERSION]
     assert await works(engine)
     assert await migrate(engine) == []
 
@@ -114,7 +114,7 @@ async def test_workers_of_version_1_continue_on_a_migrated_database(engine: Asyn
 
     [verdict] = await SqlIdempotencyRepository(engine).reserve([wish("old")])
 
-    assert version == 1, "what version 1 checks"
+    assert version == 1, "the version that workers of version 1 check"
     assert isinstance(verdict, Reserved)
     assert (verdict.attempt, verdict.lapsed, verdict.lapsed_alone) == (2, 1, 0)
 
@@ -132,10 +132,10 @@ async def test_the_sql_since_version_1_migrates_a_database_of_version_1(engine: 
 
 
 TAKEN_OVER = {"attempt": 3, "previous": 2, "lease_until": 1}
-"""What a worker of version 1 writes when it takes a row over, and then crashes."""
+"""Columns that a worker of version 1 writes when it takes a row over, before it crashes."""
 
 RESERVED_ANEW = {"attempt": 1, "previous": 0, "lease_until": 1}
-"""What it writes in a row that has expired, before it crashes."""
+"""Columns that a worker of version 1 writes into an expired row, before it crashes."""
 
 
 @pytest.mark.parametrize("written", [TAKEN_OVER, RESERVED_ANEW])
@@ -170,7 +170,7 @@ async def test_the_history_of_another_attempt_is_ignored_in_a_row_that_was_relea
 
 
 async def reserve_twice_alone(store: SqlIdempotencyRepository, engine: AsyncEngine) -> None:
-    """Leave a row whose history is one attempt that lapsed alone, and one that runs alone."""
+    """Create a row with an attempt that lapsed while alone, and a current attempt that runs alone."""
     await store.reserve([wish("a", alone=True)])
     await write_as_version_1(engine, lease_until=1)
     [verdict] = await store.reserve([wish("a", alone=True)])
@@ -184,7 +184,7 @@ async def write_as_version_1(engine: AsyncEngine, **columns: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "named"),
+    ("damage", "missing"),
     [
         ("DROP TABLE idempotency_outbox", "idempotency_outbox"),
         ("DROP TABLE idempotency_outbox_buckets", "idempotency_outbox_buckets"),
@@ -192,23 +192,25 @@ async def write_as_version_1(engine: AsyncEngine, **columns: Any) -> None:
         ("DELETE FROM idempotency_outbox_buckets", "rows of idempotency_outbox_buckets"),
     ],
 )
-async def test_a_migration_restores_an_incomplete_outbox(engine: AsyncEngine, lost: str, named: str) -> None:
+async def test_a_migration_restores_an_incomplete_outbox(
+    engine: AsyncEngine, damage: str, missing: str
+) -> None:
     await migrate(engine)
-    await run(engine, lost)
+    await run(engine, damage)
 
     with pytest.raises(StoreConfigurationError, match="store migrate") as refused:
         await SqlOutbox(engine).check()
     done = await migrate(engine)
 
     assert refused.value.code == Code.SCHEMA_MISSING
-    assert [migration.description for migration in done] == [f"recreate missing {named}"]
+    assert [migration.description for migration in done] == [f"recreate missing {missing}"]
     assert await works(engine)
 
 
-@pytest.mark.parametrize("lost", ["DROP TABLE idempotency_records", "DELETE FROM idempotency_store"])
-async def test_an_incomplete_store_is_refused_and_a_migration_restores_it(engine: AsyncEngine, lost: str) -> None:
+@pytest.mark.parametrize("damage", ["DROP TABLE idempotency_records", "DELETE FROM idempotency_store"])
+async def test_an_incomplete_store_is_refused_and_a_migration_restores_it(engine: AsyncEngine, damage: str) -> None:
     await migrate(engine)
-    await run(engine, lost)
+    await run(engine, damage)
 
     with pytest.raises(StoreConfigurationError, match="store migrate"):
         await works(engine)
@@ -223,49 +225,50 @@ async def test_a_ping_warns_about_a_missing_index_and_a_migration_restores_it(en
     await migrate(engine)
     await run(engine, f"DROP INDEX {index}")
 
-    [told] = [one for one in (await SqlIdempotencyRepository(engine).ping()).warnings if "index" in one]
+    health = await SqlIdempotencyRepository(engine).ping()
+    [warning] = [warning for warning in health.warnings if "index" in warning]
     done = await migrate(engine)
 
-    assert isinstance(told, StoreWarning)
-    assert told.code == Code.SCHEMA_INCOMPLETE
-    assert index in told.what
+    assert isinstance(warning, StoreWarning)
+    assert warning.code == Code.SCHEMA_INCOMPLETE
+    assert index in warning.what
     assert [migration.description for migration in done] == [f"recreate missing {index}"]
     assert await migrate(engine) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_migrations_create_the_current_tables(kind: str) -> None:
-    """Where this fails, a version is due: write version_N.*.sql, and leave those that are out as they are."""
+    """If this fails, the schema needs a new version: add version_N.*.sql, and do not change released files."""
     dialect = DIALECTS[kind].dialect()
-    ours: list[CreateTable | CreateIndex] = [CreateTable(table) for table in metadata.sorted_tables]
-    ours += [CreateIndex(index) for table in metadata.sorted_tables for index in table.indexes]
+    expected: list[CreateTable | CreateIndex] = [CreateTable(table) for table in metadata.sorted_tables]
+    expected += [CreateIndex(index) for table in metadata.sorted_tables for index in table.indexes]
 
-    steps = [plain(step) for migration in MIGRATIONS for step in migration.steps(kind)]
-    made = with_columns_added(steps)
+    steps = [normalized(step) for migration in MIGRATIONS for step in migration.steps(kind)]
+    created = with_columns_added(steps)
 
-    assert sorted(made) == sorted(plain(str(one.compile(dialect=dialect))) for one in ours)
-    assert all(step in plain(ddl(dialect)) for step in steps)
+    assert sorted(created) == sorted(normalized(str(element.compile(dialect=dialect))) for element in expected)
+    assert all(step in normalized(ddl(dialect)) for step in steps)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sql_explains_its_columns_on_every_database(kind: str) -> None:
-    shown = ddl(DIALECTS[kind].dialect())
+    sql = ddl(DIALECTS[kind].dialect())
 
-    assert "lease_until is null once released or settled" in shown
-    assert "headers: JSON, pairs of a name and Base64" in shown
+    assert "lease_until is null once released or settled" in sql
+    assert "headers: JSON, pairs of a name and Base64" in sql
     assert not any(column.comment for table in metadata.sorted_tables for column in table.columns)
 
 
 def with_columns_added(steps: list[str]) -> list[str]:
-    """The tables of `steps` as they are after those that add a column."""
-    made = [step for step in steps if not step.startswith("ALTERTABLE")]
+    """Merge the steps that add a column into those that create the tables."""
+    created = [step for step in steps if not step.startswith("ALTERTABLE")]
     for step in steps:
         if added := re.fullmatch(r"ALTERTABLE(\w+?)ADDCOLUMN(.+)", step):
-            [at] = [at for at, one in enumerate(made) if one.startswith(f"CREATETABLE{added[1]}(")]
-            head, key, tail = made[at].rpartition("PRIMARYKEY")
-            made[at] = f"{head}{added[2]},{key}{tail}"
-    return made
+            [at] = [at for at, other in enumerate(created) if other.startswith(f"CREATETABLE{added[1]}(")]
+            head, key, tail = created[at].rpartition("PRIMARYKEY")
+            created[at] = f"{head}{added[2]},{key}{tail}"
+    return created
 
 
-def plain(sql: str) -> str:
+def normalized(sql: str) -> str:
     return re.sub(r"--.*", "", sql).translate({ord(space): None for space in " \t\n"})

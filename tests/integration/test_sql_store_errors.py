@@ -1,4 +1,4 @@
-"""A database that is away, refuses, or is not what we need: each as one of our errors, on real servers and files."""
+"""Errors of PostgreSQL and SQLite, translated into errors of the library, on real servers and files."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ async def engine_on(url: str) -> AsyncIterator[AsyncEngine]:
     engine = sql_engine(url, lock_timeout_seconds=0.3)
     yield engine
     await engine.dispose()
-    # Each connection to SQLite is a thread: a failed one leaves none behind.
-    await eventually(lambda: not [one for one in threading.enumerate() if "_connection_worker" in one.name])
+    # Each SQLite connection has a thread, which must end even if the connection failed.
+    await eventually(lambda: not [thread for thread in threading.enumerate() if "_connection_worker" in thread.name])
 
 
 @pytest.fixture
@@ -58,14 +58,14 @@ def file(folder: Path) -> str:
 
 
 async def error_of(engine: AsyncEngine) -> StoreError:
-    """What a reservation meets, and the look before it."""
+    """Return the error of a reservation; a ping must fail with the same type."""
     store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
-    with pytest.raises(StoreError) as looked:
+    with pytest.raises(StoreError) as pinged:
         await store.ping()
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(StoreError) as reserved:
         await store.reserve([wish(new_key())])
-    assert type(caught.value) is type(looked.value)
-    return caught.value
+    assert type(reserved.value) is type(pinged.value)
+    return reserved.value
 
 
 async def works(engine: AsyncEngine) -> bool:
@@ -89,11 +89,11 @@ async def test_missing_tables_are_reported_with_the_command_to_create_them(
 
 
 @pytest.mark.scenario(59)
-@pytest.mark.parametrize(("version", "says"), [(0, "store migrate"), (3, "a newer integr8s-idem migrated it")])
-async def test_a_schema_of_another_version_is_refused(engine: AsyncEngine, version: int, says: str) -> None:
+@pytest.mark.parametrize(("version", "message"), [(0, "store migrate"), (3, "a newer integr8s-idem migrated it")])
+async def test_a_schema_of_another_version_is_refused(engine: AsyncEngine, version: int, message: str) -> None:
     await run(engine, f"UPDATE idempotency_store SET version = {version}")
 
-    with pytest.raises(StoreConfigurationError, match=says):
+    with pytest.raises(StoreConfigurationError, match=message):
         await SqlIdempotencyRepository(engine).ping()
 
     await run(engine, "UPDATE idempotency_store SET version = 1")
@@ -152,8 +152,8 @@ async def test_a_connection_that_the_server_closes_fails_one_call(engine: AsyncE
 async def test_a_read_only_database_is_an_outage(engine: AsyncEngine, postgres: PostgresServer) -> None:
     await run(engine, "ALTER DATABASE postgres SET default_transaction_read_only = on")
     try:
-        async with engine_on(postgres.url) as reading:
-            error = await error_of(reading)
+        async with engine_on(postgres.url) as read_only:
+            error = await error_of(read_only)
     finally:
         await run(engine, "SET TRANSACTION READ WRITE", "ALTER DATABASE postgres RESET default_transaction_read_only")
 
@@ -179,24 +179,24 @@ async def test_a_locked_sqlite_file_is_an_outage_until_it_is_unlocked(tmp_path: 
 
 @pytest.mark.scenario(58)
 @pytest.mark.parametrize(
-    ("spoil", "kind", "says"),
+    ("replace", "kind", "message"),
     [
-        (lambda path: path.write_bytes(b"no database at all" * 500), StoreConfigurationError, "not a SQLite database"),
+        (lambda path: path.write_bytes(b"not a database" * 500), StoreConfigurationError, "not a SQLite database"),
         (lambda path: path.mkdir(), StoreConfigurationError, "cannot be opened"),
     ],
-    ids=["another file", "a folder"],
+    ids=["another file", "a directory"],
 )
 async def test_a_path_without_a_database_is_reported(
-    tmp_path: Path, spoil: object, kind: type[StoreError], says: str
+    tmp_path: Path, replace: object, kind: type[StoreError], message: str
 ) -> None:
-    assert callable(spoil)
-    spoil(tmp_path / "idem.db")
+    assert callable(replace)
+    replace(tmp_path / "idem.db")
 
     async with engine_on(file(tmp_path)) as engine:
         error = await error_of(engine)
 
     assert isinstance(error, kind)
-    assert says in str(error)
+    assert message in str(error)
 
 
 @pytest.mark.parametrize("database", ["", "/:memory:", "/file:idem?mode=memory&cache=shared&uri=true"])
@@ -226,8 +226,8 @@ async def test_a_corrupt_sqlite_file_is_reported_and_no_record_counts_as_absent(
 async def test_concurrent_batches_with_the_same_keys_do_not_deadlock(
     engine: AsyncEngine, postgres: PostgresServer
 ) -> None:
-    """Each statement locks its rows in the order of their keys, whatever order they have on the disk."""
-    patient, dice = sql_engine(postgres.url, lock_timeout_seconds=30), random.Random(7)
+    """Each statement locks its rows in key order, regardless of their order on disk."""
+    patient, rng = sql_engine(postgres.url, lock_timeout_seconds=30), random.Random(7)
     store = SqlIdempotencyRepository(patient, timeout=timedelta(seconds=60))
     batches = [[wish(new_key()) for _ in range(10)] for _ in range(20)]
     verdicts = [verdict for batch in batches for verdict in await store.reserve(batch)]
@@ -235,9 +235,9 @@ async def test_concurrent_batches_with_the_same_keys_do_not_deadlock(
 
     async def work() -> None:
         for _ in range(5):
-            await store.reserve([wish(one.key) for one in dice.sample(held, 150)])
-            await store.renew(dice.sample(held, 150), timedelta(seconds=60))
-            await store.fail([Failure(reservation=one, ttl=TTL, error="no") for one in dice.sample(held, 2)])
+            await store.reserve([wish(one.key) for one in rng.sample(held, 150)])
+            await store.renew(rng.sample(held, 150), timedelta(seconds=60))
+            await store.fail([Failure(reservation=one, ttl=TTL, error="no") for one in rng.sample(held, 2)])
 
     await asyncio.gather(*(work() for _ in range(4)))
 

@@ -1,4 +1,4 @@
-"""TLS to a real PostgreSQL and a real MariaDB; certificates of an authority of our own."""
+"""TLS connections to a real PostgreSQL and a real MariaDB, with certificates of a test authority."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NEEDS_MARIADB = pytest.mark.skipif(bool(missing_programs()), reason=missing_prog
 KINDS = ["postgresql", pytest.param("mysql", marks=NEEDS_MARIADB)]
 
 
-class Ground:
-    """A MariaDB with TLS, one without, and a PostgreSQL, which was built without: it has a front."""
+class Servers:
+    """MariaDB servers with and without TLS, and a PostgreSQL built without TLS, behind a TLS proxy."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,29 +36,31 @@ class Ground:
 
     @cached_property
     def postgres(self) -> TcpPostgres:
-        server, _ = started(TcpPostgres)
+        server, _ = start(TcpPostgres)
         return server
 
     @asynccontextmanager
     async def settings(self, kind: str, *, secure: bool = True, **more: Any) -> AsyncIterator[Any]:
-        """Of a store in the server of this kind."""
-        told = {"tls": True, "tls_ca_file": str(self.authority.ca_file), **more}
+        """Return the settings of a store on the server of this kind."""
+        common = {"tls": True, "tls_ca_file": str(self.authority.ca_file), **more}
         if kind == "mysql":
             port = await self._mariadb(secure=secure)
-            yield MysqlStoreSettings(kind="mysql", url=f"mysql://127.0.0.1:{port}/test", **{"username": "idem", **told})
+            yield MysqlStoreSettings(
+                kind="mysql", url=f"mysql://127.0.0.1:{port}/test", **{"username": "idem", **common}
+            )
             return
-        told["username"] = "postgres"
+        common["username"] = "postgres"
         url = "postgresql://127.0.0.1:{}/postgres"
         if not secure:
-            yield PostgresqlStoreSettings(kind="postgresql", url=url.format(self.postgres.port), **told)
+            yield PostgresqlStoreSettings(kind="postgresql", url=url.format(self.postgres.port), **common)
             return
         async with TlsFront(self.postgres.port, self.authority.server_context(), postgresql=True) as front:
-            yield PostgresqlStoreSettings(kind="postgresql", url=url.format(front.port), **told)
+            yield PostgresqlStoreSettings(kind="postgresql", url=url.format(front.port), **common)
 
     async def _mariadb(self, *, secure: bool) -> int:
         if secure not in self._mariadbs:
             certificate = self.authority.certificate_files(self.folder) if secure else ()
-            server, port = started(lambda port: mariadb(port, *certificate, ca=self.authority.ca_file))
+            server, port = start(lambda port: mariadb(port, *certificate, ca=self.authority.ca_file))
             self._mariadbs[secure] = server, port
             await run(server.url, *USERS)
         return self._mariadbs[secure][1]
@@ -72,11 +74,11 @@ class Ground:
 S = TypeVar("S", "TcpPostgres", MariadbServer)
 
 
-def started(make: Callable[[int], S]) -> tuple[S, int]:
-    """A server and its port.  A connection of another test may take a free port before the server does: try again."""
+def start(create: Callable[[int], S]) -> tuple[S, int]:
+    """Start a server on a free port.  Retry, because a connection of another test may take the port first."""
     for last in (False, False, True):
         (port,) = free_ports(1)
-        server = make(port)
+        server = create(port)
         try:
             server.start()
         except Exception as error:
@@ -88,7 +90,7 @@ def started(make: Callable[[int], S]) -> tuple[S, int]:
 
 
 class TcpPostgres(PostgresServer):
-    """On a port of loopback as well."""
+    """A PostgreSQL that also listens on a TCP port of the loopback interface."""
 
     def __init__(self, port: int) -> None:
         super().__init__()
@@ -99,8 +101,8 @@ class TcpPostgres(PostgresServer):
 USERS = (
     "CREATE USER idem@'127.0.0.1'",
     "GRANT ALL ON test.* TO idem@'127.0.0.1'",
-    "CREATE USER proven@'127.0.0.1' REQUIRE X509",
-    "GRANT ALL ON test.* TO proven@'127.0.0.1'",
+    "CREATE USER certified@'127.0.0.1' REQUIRE X509",
+    "GRANT ALL ON test.* TO certified@'127.0.0.1'",
 )
 
 
@@ -121,14 +123,14 @@ async def run(url: str, *statements: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    ground = Ground(tmp_path_factory.mktemp("tls"))
-    yield ground
-    ground.stop()
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    servers = Servers(tmp_path_factory.mktemp("tls"))
+    yield servers
+    servers.stop()
 
 
-async def pinged(settings: Any) -> str:
-    """The version that the store tells; its tables are made."""
+async def ping_version(settings: Any) -> str:
+    """Migrate the store, ping it, and return its version."""
     before = open_sockets()
     engine = settings_engine(settings)
     try:
@@ -140,61 +142,61 @@ async def pinged(settings: Any) -> str:
 
 
 def open_sockets() -> set[int]:
-    """This process's.  A TLS connection closes in the background, after a last exchange that its loop must live for."""
+    """Return the sockets of this process.  TLS connections close in the background, after a final exchange."""
     found = set()
     for entry in Path("/dev/fd").iterdir():
-        with suppress(OSError):  # the one of the listing itself
+        with suppress(OSError):  # the descriptor of the listing itself
             if stat.S_ISSOCK(os.fstat(int(entry.name)).st_mode):
                 found.add(int(entry.name))
     return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_database_is_reached_through_tls(ground: Ground, kind: str) -> None:
-    async with ground.settings(kind) as settings:
-        assert await pinged(settings)
+async def test_a_database_is_reached_through_tls(servers: Servers, kind: str) -> None:
+    async with servers.settings(kind) as settings:
+        assert await ping_version(settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_database_with_the_certificate_of_another_authority_is_refused(
-    ground: Ground, kind: str, tmp_path: Path
+    servers: Servers, kind: str, tmp_path: Path
 ) -> None:
-    async with ground.settings(kind, tls_ca_file=str(Authority(tmp_path, "other").ca_file)) as settings:
+    async with servers.settings(kind, tls_ca_file=str(Authority(tmp_path, "other").ca_file)) as settings:
         with pytest.raises(StoreUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
-            await pinged(settings)
+            await ping_version(settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_database_with_the_certificate_of_another_host_is_refused(ground: Ground, kind: str) -> None:
-    async with ground.settings(kind) as settings:
-        elsewhere = settings.model_copy(update={"url": settings.url.replace("127.0.0.1", "localhost")})
+async def test_a_database_with_the_certificate_of_another_host_is_refused(servers: Servers, kind: str) -> None:
+    async with servers.settings(kind) as settings:
+        other_host = settings.model_copy(update={"url": settings.url.replace("127.0.0.1", "localhost")})
 
         with pytest.raises(StoreUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
-            await pinged(elsewhere)
+            await ping_version(other_host)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_database_without_tls_is_refused(ground: Ground, kind: str) -> None:
-    async with ground.settings(kind, secure=False) as settings:
+async def test_a_database_without_tls_is_refused(servers: Servers, kind: str) -> None:
+    async with servers.settings(kind, secure=False) as settings:
         with pytest.raises(StoreUnavailableError, match=r"TLS|SSL"):
-            await pinged(settings)
-        assert await pinged(settings.model_copy(update={"tls": False}))
+            await ping_version(settings)
+        assert await ping_version(settings.model_copy(update={"tls": False}))
 
 
 @NEEDS_MARIADB
-async def test_the_client_certificate_is_sent_to_a_server_that_requires_one(ground: Ground) -> None:
-    certificate, key = ground.authority.certificate_files(ground.folder, "worker.example", "worker")
-    shown: dict[str, Any] = {"tls_cert_file": str(certificate), "tls_key_file": str(key)}
+async def test_the_client_certificate_is_sent_to_a_server_that_requires_one(servers: Servers) -> None:
+    certificate, key = servers.authority.certificate_files(servers.folder, "worker.example", "worker")
+    files: dict[str, Any] = {"tls_cert_file": str(certificate), "tls_key_file": str(key)}
 
-    async with ground.settings("mysql", username="proven", **shown) as settings:
-        assert await pinged(settings)
-    async with ground.settings("mysql", username="proven") as settings:
+    async with servers.settings("mysql", username="certified", **files) as settings:
+        assert await ping_version(settings)
+    async with servers.settings("mysql", username="certified") as settings:
         with pytest.raises(StoreConfigurationError, match="does not accept this user"):
-            await pinged(settings)
+            await ping_version(settings)
 
 
 @pytest.mark.parametrize("name", ["tls_ca_file", "tls_cert_file"])
-@pytest.mark.parametrize("text", [None, "no certificate"])
+@pytest.mark.parametrize("text", [None, "not a certificate"])
 def test_an_unusable_tls_file_is_named(tmp_path: Path, name: str, text: str | None) -> None:
     file = tmp_path / "file.pem"
     if text is not None:

@@ -96,7 +96,7 @@ async def bill_lazily(event: OrderPlaced, session: FromDishka[AsyncSession], out
     return {"receipts": receipts()} if event.order_id == "nested" else receipts()
 
 
-@pytest.mark.parametrize("reads", [True, False], ids=["Dishka reads it", "an invoke of one's own hands it on"])
+@pytest.mark.parametrize("reads", [True, False], ids=["read by Dishka", "passed on by a custom invoke"])
 async def test_a_lazy_iterator_runs_before_its_outcome_is_written(
     url: str, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,10 +170,10 @@ async def test_a_run_without_a_reservation_commits_its_writes(url: str) -> None:
         assert len(await shop.waiting()) == 2
 
 
-@pytest.mark.parametrize("lost", ["DROP TABLE idempotency_outbox", "DELETE FROM idempotency_outbox_buckets"])
-async def test_a_worker_with_an_incomplete_outbox_does_not_start(shop: LedgerShop, lost: str) -> None:
+@pytest.mark.parametrize("damage", ["DROP TABLE idempotency_outbox", "DELETE FROM idempotency_outbox_buckets"])
+async def test_a_worker_with_an_incomplete_outbox_does_not_start(shop: LedgerShop, damage: str) -> None:
     async with shop.store.engine.begin() as connection:
-        await connection.execute(text(lost))
+        await connection.execute(text(damage))
     publisher = await shop.container.get(EventPublisher)
     service = ServiceSettings(topics=("orders",))
     worker = ServiceWorker("billing", shop.dispatcher, publisher, KafkaSettings(), service)
@@ -185,15 +185,17 @@ async def test_a_worker_with_an_incomplete_outbox_does_not_start(shop: LedgerSho
 
 
 async def test_a_handler_that_lost_its_reservation_rolls_back_its_writes(url: str) -> None:
-    overtaken, opened = EventRouter(), list[LedgerShop]()
+    handlers, opened = EventRouter(), list[LedgerShop]()
 
-    @overtaken.on(OrderPlaced)
+    @handlers.on(OrderPlaced)
     async def bill(event: OrderPlaced, session: FromDishka[AsyncSession], attempt: FromDishka[Attempt]) -> None:
         if attempt.number == 1:
-            await opened[0].store.delete([attempt.key])  # as if it had lapsed and somebody had done it, long ago
+            await opened[0].store.delete(
+                [attempt.key]
+            )  # as if it had lapsed, and another worker had completed it long ago
         await charge(session, event)
 
-    async with open_ledger_shop(url, overtaken) as shop:
+    async with open_ledger_shop(url, handlers) as shop:
         opened.append(shop)
         with pytest.raises(LeaseLostError, match="another worker"):
             await shop.attempt(OrderPlaced())
@@ -202,14 +204,14 @@ async def test_a_handler_that_lost_its_reservation_rolls_back_its_writes(url: st
 
 
 async def test_a_handler_that_commits_is_refused(url: str) -> None:
-    early = EventRouter()
+    handlers = EventRouter()
 
-    @early.on(OrderPlaced)
+    @handlers.on(OrderPlaced)
     async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
         await charge(session, event)
         await session.commit()
 
-    async with open_ledger_shop(url, early) as shop:
+    async with open_ledger_shop(url, handlers) as shop:
         outcome = await shop.attempt(OrderPlaced())
 
         assert isinstance(outcome, HandlerFailed)
@@ -260,16 +262,16 @@ async def test_an_error_during_the_commit_is_reported_unchanged_and_recorded(sha
 
 
 async def test_a_session_of_another_database_is_refused(url: str, tmp_path: Path) -> None:
-    elsewhere = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'elsewhere.db'}")
-    await migrate(elsewhere)
+    other_engine = sql_engine(f"sqlite+aiosqlite:///{tmp_path / 'elsewhere.db'}")
+    await migrate(other_engine)
     async with open_ledger_shop(url, router) as shop:
-        shop.sessions.engine = elsewhere
+        shop.sessions.engine = other_engine
 
         with pytest.raises(StoreConfigurationError, match="in another database"):
             await shop.attempt(OrderPlaced(order_id="free"))
 
         assert (await shop.charged(), await shop.waiting()) == ([], [])
-    await elsewhere.dispose()
+    await other_engine.dispose()
 
 
 @pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
@@ -295,12 +297,12 @@ async def test_a_transaction_conflict_does_not_count_as_a_failure_of_the_handler
             await connection.execute(text("INSERT INTO balance VALUES (0)"))
         event = OrderPlaced()
 
-        outcome, again = await shop.attempt(event), await shop.attempt(event)
+        outcome, second = await shop.attempt(event), await shop.attempt(event)
 
         assert isinstance(outcome, HandlerFailed)
         assert isinstance(outcome.error, TransactionAbortedError)
         assert not outcome.given_up
-        assert again == Executed(2, 2)
+        assert second == Executed(2, 2)
         async with shop.store.engine.begin() as connection:
             assert (await connection.execute(text("SELECT amount FROM balance"))).scalar_one() == 11
             await connection.execute(text("DROP TABLE balance"))
@@ -352,25 +354,25 @@ def file(tmp_path: Path) -> Path:
 
 
 async def test_on_sqlite_a_handler_reserves_its_key_only_when_it_can_write(file: Path) -> None:
-    """The one that waits for the other would use up its lease by that."""
-    waiting, begun, go_on = EventRouter(), asyncio.Event(), asyncio.Event()
+    """Otherwise its lease would expire while it waits for the other handler."""
+    handlers, started, proceed = EventRouter(), asyncio.Event(), asyncio.Event()
 
-    @waiting.on(OrderPlaced)
+    @handlers.on(OrderPlaced)
     async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
-        begun.set()
-        await go_on.wait()
+        started.set()
+        await proceed.wait()
         await charge(session, event)
 
-    async with open_ledger_shop(f"sqlite+aiosqlite:///{file}", waiting) as shop:
+    async with open_ledger_shop(f"sqlite+aiosqlite:///{file}", handlers) as shop:
         first, second = OrderPlaced(order_id="1"), OrderPlaced(order_id="2")
         running = asyncio.create_task(shop.attempt(first))
-        await begun.wait()
-        behind = asyncio.create_task(shop.attempt(second))
-        await asyncio.sleep(0.3)  # time enough to reserve, if it wanted to
+        await started.wait()
+        blocked = asyncio.create_task(shop.attempt(second))
+        await asyncio.sleep(0.3)  # enough time for a reservation
         assert await shop.statuses() == {first.event_id: "processing"}
 
-        go_on.set()
-        assert await running == await behind == Executed(None, 1)
+        proceed.set()
+        assert await running == await blocked == Executed(None, 1)
 
 
 async def test_on_sqlite_a_file_locked_by_another_process_does_not_count_as_a_failure(file: Path) -> None:
@@ -380,7 +382,7 @@ async def test_on_sqlite_a_file_locked_by_another_process_does_not_count_as_a_fa
     async def bill(event: OrderPlaced, session: FromDishka[AsyncSession], attempt: FromDishka[Attempt]) -> int:
         if attempt.number == 1:
             other.execute("BEGIN IMMEDIATE")
-            asyncio.get_running_loop().call_later(3, other.rollback)  # longer than the session waits
+            asyncio.get_running_loop().call_later(3, other.rollback)  # longer than the lock timeout of the session
         await charge(session, event)
         return attempt.number
 
@@ -421,12 +423,12 @@ async def test_on_sqlite_a_second_transaction_within_a_handler_is_refused_at_onc
 @pytest.mark.parametrize("isolation", [None, "REPEATABLE READ", "SERIALIZABLE"])
 async def test_concurrent_deliveries_charge_each_order_once(url: str, isolation: str | None) -> None:
     if isolation == "REPEATABLE READ" and url.startswith("sqlite"):
-        isolation = None  # it has one level, and that is SERIALIZABLE
+        isolation = None  # its only level is SERIALIZABLE
     async with open_ledger_shop(url, router, isolation=isolation) as shop:
         events = [OrderPlaced(order_id=f"{number}") for number in range(20)]
 
         async def until_done(event: OrderPlaced) -> None:
-            while not isinstance(await shop.attempt(event), Executed | Completed):  # noqa: ASYNC110  # nobody tells
+            while not isinstance(await shop.attempt(event), Executed | Completed):  # noqa: ASYNC110  # there is no event for it
                 await asyncio.sleep(0.01)
 
         async with asyncio.timeout(30):

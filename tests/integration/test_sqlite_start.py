@@ -1,4 +1,4 @@
-"""The start of a store in a SQLite file beside a process that writes into it."""
+"""Start of a store in a SQLite file while another process writes to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Round trips of each operation of each store, compared with the table in the documentation."""
+"""Round trips of each operation of each store, compared with the documented table in the documentation."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ RESULT: Final = StoredResult(b'{"receipt": 1}')
 MOST: Final = 100
 
 Count = Callable[[], int]
-"""Round trips so far, or statements."""
+"""Returns the number of round trips or statements so far."""
 
 
-async def taken(store: IdempotencyRepository, requests: Sequence[ReserveRequest]) -> list[Reserved]:
+async def reserve_all(store: IdempotencyRepository, requests: Sequence[ReserveRequest]) -> list[Reserved]:
     verdicts = await store.reserve(requests)
     assert all(isinstance(verdict, Reserved) for verdict in verdicts), verdicts
     return [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
@@ -55,29 +55,29 @@ async def costs(store: IdempotencyRepository, count: Count) -> dict[str, int]:
 
     async def counted(column: str, call: Awaitable[Any]) -> Any:
         before = count()
-        answer = await call
+        result = await call
         found[column] = count() - before
-        return answer
+        return result
 
-    done, failed, again, gone = (wish(new_key()) for _ in range(4))
+    done, failed, released, deleted = (wish(new_key()) for _ in range(4))
     many = [wish(new_key()) for _ in range(MOST)]
-    [first] = await counted("reserve", taken(store, [done]))
-    [second], [third], [fourth] = [await taken(store, [one]) for one in (failed, again, gone)]
+    [first] = await counted("reserve", reserve_all(store, [done]))
+    [second], [third], [fourth] = [await reserve_all(store, [one]) for one in (failed, released, deleted)]
     assert await counted("renew", store.renew([first], LEASE)) == [True]
     assert await counted("complete", store.complete([_done(first)])) == [True]
     [verdict] = await counted("duplicate", store.reserve([wish(done.key)]))
     assert isinstance(verdict, Completed)
     assert await counted("fail", store.fail([Failure(reservation=second, ttl=TTL, error="no")])) == [True]
     assert await counted("release", store.release([third])) == [True]
-    [retaken] = await counted("takeover", taken(store, [wish(again.key)]))
+    [retaken] = await counted("takeover", reserve_all(store, [wish(released.key)]))
     assert retaken.attempt == 2
     assert len(await counted("get", store.get([done.key]))) == 1
     assert await counted("delete", store.delete([fourth.key])) == 1
     await counted("ping", store.ping())
-    held = await counted("100 reserved", taken(store, many))
+    held = await counted("100 reserved", reserve_all(store, many))
     assert all(await counted("100 completed", store.complete([_done(one) for one in held])))
     if isinstance(store, PurgeSupport):
-        await store.complete([_done(one, ttl=timedelta(0)) for one in await taken(store, [wish(new_key())])])
+        await store.complete([_done(one, ttl=timedelta(0)) for one in await reserve_all(store, [wish(new_key())])])
         assert await counted("purge", store.purge()) == 1
     return found
 
@@ -106,7 +106,7 @@ def _cells(line: str) -> list[str]:
 
 async def settled_costs(store: IdempotencyRepository, count: Count) -> dict[str, int]:
     """Return the counts of a warm store: connected, with prepared statements and loaded scripts."""
-    held = await taken(store, [wish(new_key()) for _ in range(MOST)])
+    held = await reserve_all(store, [wish(new_key()) for _ in range(MOST)])
     await store.get([one.key for one in held])
     await store.renew(held, LEASE)
     await store.release(held)
@@ -141,8 +141,8 @@ async def on_redis_with_a_replica(folder: Path) -> AsyncIterator[tuple[Idempoten
         RedisServer(tcp=True, config={"replicaof": ["127.0.0.1", str(primary.port)]}),
     ):
         async with TurnCounter(primary.port) as counter:
-            url, patience = f"redis://127.0.0.1:{counter.port}/0", {"timeout_seconds": 30, "wait_timeout_seconds": 20}
-            settings = RedisStoreSettings.model_validate({"kind": "redis", "url": url, "wait_replicas": 1, **patience})
+            url, timeouts = f"redis://127.0.0.1:{counter.port}/0", {"timeout_seconds": 30, "wait_timeout_seconds": 20}
+            settings = RedisStoreSettings.model_validate({"kind": "redis", "url": url, "wait_replicas": 1, **timeouts})
             async with opened(settings, lambda: counter.turns) as pair:
                 yield pair
 
@@ -151,7 +151,7 @@ async def on_redis_with_a_replica(folder: Path) -> AsyncIterator[tuple[Idempoten
 async def on_sentinel(folder: Path) -> AsyncIterator[tuple[IdempotencyRepository, Count]]:
     with RedisServer() as server:
         async with TurnCounter(server.address, strangers=b"sentinel-") as counter:
-            # Sentinel monitors the counter, and therefore returns it as the primary.
+            # Sentinel monitors the counter, and therefore returns it of the primary.
             sentinel = SentinelServer(counter.port, quorum=1)
             await asyncio.to_thread(sentinel.start)
             try:
@@ -172,7 +172,7 @@ async def on_cluster(folder: Path) -> AsyncIterator[tuple[IdempotencyRepository,
             }
             client = redis_cluster_client(cluster.settings(timeout_seconds=10))
             stack.push_async_callback(client.aclose)
-            # The servers announce their own addresses, which are mapped to their counters.
+            # Redirect the addresses that the servers announce their own addresses, which are mapped to their counters.
             direct = client._topology._make
             client._topology._make = lambda address: direct((address[0], counters[address[1]].port))
             store = RedisClusterIdempotencyRepository(client, timeout=timedelta(seconds=10))
@@ -208,7 +208,7 @@ async def migrated(settings: MysqlStoreSettings | PostgresqlStoreSettings) -> No
 
 @asynccontextmanager
 async def on_sqlite(folder: Path) -> AsyncIterator[tuple[IdempotencyRepository, Count]]:
-    """No wire: statements are counted, with BEGIN and COMMIT."""
+    """Count statements, including BEGIN and COMMIT, because SQLite has no round trips."""
     settings = SqliteStoreSettings(kind="sqlite", path=str(folder / "idem.db"))
     async with open_store(settings, key_prefix="trips") as store:
         assert isinstance(store, SqlIdempotencyRepository)
@@ -246,7 +246,9 @@ async def test_the_page_documents_the_round_trips_of_each_operation(kind: str, o
         assert await settled_costs(store, count) == documented(kind)
 
 
-async def test_the_page_documents_the_requests_of_dynamodb_operations(dynamodb: DynamoServer, table: Table) -> None:
+async def test_the_page_documents_the_requests_of_dynamodb_operations(
+    dynamodb: DynamoServer, table: Table
+) -> None:
     async with TurnCounter(dynamodb.port) as counter:
         settings = table.settings.model_copy(update={"endpoint_url": f"http://127.0.0.1:{counter.port}"})
         async with opened(settings, lambda: counter.turns) as (store, count):

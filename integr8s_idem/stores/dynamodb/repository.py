@@ -62,7 +62,7 @@ class DynamoIdempotencyRepository:
     response has a `Date` of AWS's clock in seconds.  From these, the store derives an interval that contains the
     current time of AWS, and a monotonic clock advances it between responses (see `ServerClock`).  So the first call of
     a process takes one additional request.  Leases and expiries are written with the end of the interval and checked
-    with its start.  So no lease ends early, whatever the wall clock of a worker says.  A takeover can be late by the
+    with its start.  So no lease ends early, even if the wall clock of a worker is wrong.  A takeover can be late by the
     length of the interval: two seconds and two round trips between two processes that have just started, some
     milliseconds after a hundred responses.  After a machine was suspended (such as a migrated virtual machine), its
     first lease is too short by the duration of the suspension; a takeover is then possible, and the fence rejects the

@@ -34,7 +34,7 @@ _TOUCH: Final[dict[str, Any]] = {
 
 
 async def migrate(client: Any, table: str, *, timeout: timedelta = timedelta(minutes=5)) -> list[str]:
-    """Create the table with on-demand billing, enable its TTL, and return the steps done.
+    """Create the table with on-demand billing, enable its TTL, and return the steps done, in order.
 
     Any number of processes may call this concurrently.  An existing table keeps its billing, indexes and backups.
 

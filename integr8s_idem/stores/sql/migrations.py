@@ -65,9 +65,9 @@ MIGRATIONS: Final = (
 
 
 async def migrate(engine: AsyncEngine) -> list[Migration]:
-    """Migrate the database to the version of this code, recreate missing tables and indexes, and return the steps done.
+    """Migrate the database to the version of this code, and recreate missing tables and indexes.
 
-    Any number of processes may call this concurrently.
+    Returns the steps done, in order.  Any number of processes may call this concurrently.
 
     Raises:
         StoreConfigurationError: The schema is newer than this code.
@@ -119,6 +119,8 @@ async def check_schema(engine: AsyncEngine, operation: str, timeout: timedelta =
 
 def migrate_in(connection: Connection, up_to: int = VERSION) -> list[Migration]:
     """Migrate like `migrate`, in a transaction of the caller, such as that of an Alembic revision.
+
+    Returns the steps done, in order.
 
     Args:
         connection: A synchronous SQLAlchemy connection, such as `op.get_bind()` returns.

@@ -131,7 +131,7 @@ def _changes(new: Any) -> Changes:
     MySQL assigns these columns one after the other, and each assignment sees the values written by earlier ones.  So
     the history comes before the fence that it is compared with.  The five columns that the conditions depend on come
     last, in an order that never changes whether the row is taken: once `status`, `fingerprint` and `token` are
-    assigned, a taken row is `own` whatever its lease, and `expires_at`, which makes a row `expired`, is assigned last.
+    assigned, a taken row is `own` with any lease, and `expires_at`, which makes a row `expired`, is assigned last.
     """
     now = new.fence
     expired = _row.expires_at <= now
