@@ -280,8 +280,7 @@ class PartialFailureError(IdempotencyError):
             TypeError: `failures` is not a mapping.
         """
         if not isinstance(failures, Mapping):
-            given = type(failures).__name__
-            raise TypeError(f"failures must be a mapping of indexes to errors, as in {{0: error}}, not {given}")
+            raise TypeError(f"failures must be a mapping such as {{0: error}}, not {type(failures).__name__}")
         super().__init__(failures, list(results) if isinstance(results, Iterator) else results)
 
     def _message(self) -> str:
