@@ -280,7 +280,7 @@ class PartialFailureError(IdempotencyError):
             TypeError: `failures` is not a mapping.
         """
         if not isinstance(failures, Mapping):
-            raise TypeError(f"failures must map indexes to errors, as in {{0: error}}, not {type(failures).__name__}")
+            raise TypeError(f"failures must map indexes to errors, as {{0: error}}, not {type(failures).__name__}")
         super().__init__(failures, list(results) if isinstance(results, Iterator) else results)
 
     def _message(self) -> str:

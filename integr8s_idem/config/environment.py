@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from integr8s_idem.config.load_context import current_reading
-from integr8s_idem.config.message_text import said
+from integr8s_idem.config.message_text import printable_mistake
 from integr8s_idem.config.schema_shape import Path, Shape, shape_of
 from integr8s_idem.errors import SettingsError
 
@@ -123,7 +123,7 @@ def _secret_files(folder: FilePath, prefix: str) -> Iterator[FilePath]:
     except OSError as error:
         raise SettingsError(
             prefix + SECRETS_DIR,
-            [said(str(folder), f"cannot be read: {error.strerror}; set a folder, or unset the variable")],
+            [printable_mistake(str(folder), f"cannot be read: {error.strerror}; set a folder, or unset the variable")],
         ) from None
     for file in files:
         if file.name.upper().startswith(prefix) and file.is_file():
@@ -141,7 +141,7 @@ def _secret(file: FilePath) -> str:
         reason = f"cannot be read: {error.strerror}"
     except UnicodeDecodeError:
         reason = "is not valid UTF-8"
-    raise SettingsError(str(file.parent), [said(file.name, reason)])
+    raise SettingsError(str(file.parent), [printable_mistake(file.name, reason)])
 
 
 def _keys_at(table: object, path: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from integr8s_idem.config.checks import contradictions, misspelled_services
 from integr8s_idem.config.load_context import Reading, instead
-from integr8s_idem.config.message_text import said
+from integr8s_idem.config.message_text import printable_mistake
 from integr8s_idem.config.schema_shape import Path as Place
 from integr8s_idem.config.schema_shape import shape_of
 from integr8s_idem.config.settings import Settings
@@ -196,7 +196,7 @@ def _table(file: Path) -> dict[str, Any]:
         mistake = ("file", "contains a number with too many digits")
     except RecursionError:
         mistake = ("file", "is nested too deeply")
-    raise SettingsError(str(file), [said(*mistake)])
+    raise SettingsError(str(file), [printable_mistake(*mistake)])
 
 
 class _TooLargeError(Exception):

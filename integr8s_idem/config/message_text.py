@@ -28,7 +28,7 @@ def missing_extra(kind: str) -> str | None:
     return f"needs {missing}; {installing(_EXTRAS[kind])}" if missing else None
 
 
-def said(path: str, message: str) -> SettingsMistake:
+def printable_mistake(path: str, message: str) -> SettingsMistake:
     """Create a mistake whose path and message contain text from a file or the environment."""
     return SettingsMistake(shown(path, _LONGEST_PATH), shown(message, _LONGEST_MESSAGE))
 

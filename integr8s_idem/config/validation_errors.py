@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from integr8s_idem.config.environment import variable_name
 from integr8s_idem.config.idempotency import LARGEST
-from integr8s_idem.config.message_text import said, shown_number
+from integr8s_idem.config.message_text import printable_mistake, shown_number
 from integr8s_idem.config.schema_shape import Path, Shape
 from integr8s_idem.config.urls import without_secret
 from integr8s_idem.errors import SettingsMistake
@@ -68,7 +68,7 @@ class Translator:
         origin = self.origins.get(path)
         # For a wrong tag, exclude only the tag, so that the section is validated as the default kind.
         excluded = path if error["type"] == "union_tag_invalid" else whole
-        mistake = said(".".join(path), message + (f" (set by {origin})" if origin else ""))
+        mistake = printable_mistake(".".join(path), message + (f" (set by {origin})" if origin else ""))
         return Found(mistake, excluded, instead=instead, is_reported=not self._has_unknown_kind(error, whole))
 
     def _kind_meant(self, path: Path) -> str | None:
@@ -139,7 +139,11 @@ class Translator:
         origin = self.origins.get(place)
         if place in self.leaves:
             message = self._wrong_kind_message(tuple(parents), name)
-            return Found(said(".".join(place), message), place, is_reported=not self._kind_is_unknown(tuple(parents)))
+            return Found(
+                printable_mistake(".".join(place), message),
+                place,
+                is_reported=not self._kind_is_unknown(tuple(parents)),
+            )
         meant = self._meant(tuple(parents), name, known)
         message = f"unknown setting {origin}" if origin else "unknown setting"
         if meant:
@@ -147,7 +151,7 @@ class Translator:
             message += f"; did you mean {variable_name(self.prefix, meant) if origin else near}?"
         elif 0 < len(known) <= _LISTED:
             message += f"; known settings: {', '.join(known)}"
-        return Found(said(".".join(place), message), place, meant)
+        return Found(printable_mistake(".".join(place), message), place, meant)
 
     def _wrong_kind_message(self, parents: Path, name: str) -> str:
         """Return the message for a setting that belongs to another kind of store."""
