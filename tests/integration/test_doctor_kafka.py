@@ -78,7 +78,7 @@ async def test_a_topic_that_outlives_the_records_is_found_instead_of_a_guess(sho
     (only,) = [one for one in await shop.found(rest="") if one.severity is Severity.WARNING]
 
     assert only.code is Code.RETENTION_LONGER
-    assert "2 hours (retention.ms = 7200000), idempotency.default_ttl_seconds = 3600" in only.what
+    assert "2 hours (retention.ms = 7200000), but idempotency.default_ttl_seconds = 3600" in only.what
 
 
 async def test_the_default_ttl_is_enough_for_a_topic_that_keeps_less(shop: Shop) -> None:
