@@ -80,7 +80,7 @@ async def test_a_topic_with_longer_retention_than_the_records_is_found(shop: Sho
     (only,) = [one for one in await shop.found(rest="") if one.severity is Severity.WARNING]
 
     assert only.code is Code.RETENTION_LONGER
-    assert "2 hours (retention.ms = 7200000), idempotency.default_ttl_seconds = 3600" in only.what
+    assert "2 hours (retention.ms = 7200000), but idempotency.default_ttl_seconds = 3600" in only.what
 
 
 async def test_a_topic_with_shorter_retention_than_the_default_ttl_has_no_findings(shop: Shop) -> None:

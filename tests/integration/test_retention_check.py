@@ -87,7 +87,7 @@ async def test_a_service_can_refuse_to_start(kafka: Kafka, topic_prefix: str) ->
         await check_retention("billing", settings, reading)
 
     message = " ".join(str(caught.value).split())
-    assert 'service billing is not started (kafka.retention_check = "refuse")' in message
+    assert 'service billing does not start (kafka.retention_check = "refuse")' in message
     assert "set idempotency.default_ttl_seconds above 7200, or retention.ms of the topic below 3600000" in message
 
 

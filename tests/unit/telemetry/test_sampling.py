@@ -152,15 +152,15 @@ def test_phases_below_an_unsampled_span_of_the_application_create_no_objects(dra
 
 def test_the_sdk_is_not_asked_for_spans_of_an_unsampled_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
     sdk = Sdk(none_recorded())
-    begun: list[str] = []
+    started: list[str] = []
     tracer = sdk.provider.get_tracer("integr8s_idem")
-    monkeypatch.setattr(tracer, "start_span", lambda name, **_: begun.append(name))
+    monkeypatch.setattr(tracer, "start_span", lambda name, **_: started.append(name))
 
     for headers in ([], NOT_SAMPLED):
         with sdk.observer.processing("order_placed", "orders", headers), sdk.observer.phase(Phase.HANDLE):
             pass
 
-    assert begun == []
+    assert started == []
 
 
 def test_a_trace_started_by_a_handler_is_recorded_with_its_phases() -> None:
