@@ -168,7 +168,7 @@ class LeaseKeeper:
         return self.now()
 
     def times_of(self, lease: timedelta) -> tuple[float, float, float]:
-        """Return the seconds of a lease, until its margin, and until its renewal.  Cached: all leases have one length."""
+        """Return the seconds of a lease, until its margin, and until its renewal.  Cached by length."""
         if lease is not self._lease:
             seconds = lease.total_seconds()
             self._lease, self._times = lease, (seconds, seconds - fence_margin(seconds), seconds * RENEW_AFTER)

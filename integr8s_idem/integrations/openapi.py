@@ -75,7 +75,7 @@ def _header(*, required: bool, bare_keys: bool) -> dict[str, Any]:
         "name": "Idempotency-Key",
         "in": "header",
         "required": required,
-        "description": "Makes retries safe: use the same key for all retries of a request, and a new one for each new request.",
+        "description": "Makes retries safe: use one key for all retries of a request, and a new key for a new request.",
         "schema": schema,
         "example": '"8e03978e-40d5-43dd-bc93-6894a57f9324"',
     }

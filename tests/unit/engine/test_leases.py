@@ -254,7 +254,7 @@ def test_the_margin_is_a_tenth_of_the_lease_but_at_most_a_second(lease: float, m
 
 
 async def test_a_handler_is_cancelled_after_a_stall_beyond_its_lease() -> None:
-    """When the event loop continues, the handler's timer and the end of its lease are both due: the lease comes first."""
+    """When the event loop continues, the handler's timer and its lease are both due: the lease comes first."""
     lease, steps = 0.5, list[str]()
     manager = plain_manager(processing_timeout_seconds=lease)
 
