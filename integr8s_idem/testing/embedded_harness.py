@@ -126,7 +126,7 @@ class EmbeddedHarness:
             raise NotSettledError(str([service.report() for service in self._running])) from None
 
     async def _is_open(self) -> bool:
-        # What is consumed may leave messages in an outbox, and these are consumed in turn: it is looked at twice.
+        # Consumed messages may add events to an outbox, which are consumed later: check twice.
         return (
             await self._waits_to_be_sent()
             or any([await _lag(consumer, topics) for consumer, topics in self._watching])

@@ -100,9 +100,9 @@ async def test_a_key_released_by_another_worker_is_not_treated_as_a_lost_record(
     running = asyncio.create_task(here.manager.run("order:1", job))
     await job.started.wait()
     await here.manager.delete("order:1")
-    theirs = await other.manager.reserve("order:1")
-    assert isinstance(theirs, Reserved)
-    await other.manager.release(theirs)
+    taken = await other.manager.reserve("order:1")
+    assert isinstance(taken, Reserved)
+    await other.manager.release(taken)
 
     with pytest.raises(LeaseLostError):
         await running

@@ -470,7 +470,9 @@ async def test_an_event_without_a_reading_service_is_rejected() -> None:
 async def test_a_fake_of_an_unknown_type_is_rejected() -> None:
     harness = WorkerHarness(PLATFORM, "billing", fakes={FakePayments: FakePayments()}, settings=SETTINGS)
 
-    with pytest.raises(ApplicationError, match=r"no service provides: FakePayments; provided: .*Payments"):
+    with pytest.raises(
+        ApplicationError, match=r"no service provides the type of these fakes: FakePayments; provided: .*Payments"
+    ):
         await harness.__aenter__()
 
 
@@ -516,7 +518,7 @@ async def test_a_factory_that_accepts_overrides_gets_those_of_the_harness() -> N
 
 
 async def test_the_error_of_unsettled_deliveries_shows_the_open_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.testing.harness_run.PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("integr8s_idem.testing.harness_run.SIMULATED_LIMIT_SECONDS", 60.0)
 
     async with harness_of(FakePayments()) as harness:
         harness.store.down.add("reserve")
