@@ -75,7 +75,7 @@ def _header(*, required: bool, bare_keys: bool) -> dict[str, Any]:
         "name": "Idempotency-Key",
         "in": "header",
         "required": required,
-        "description": "Makes retries safe: send the same key with each retry, and a new key with each new request.",
+        "description": "Makes retries safe: send one key with each retry, and a new key with a new request.",
         "schema": schema,
         "example": '"8e03978e-40d5-43dd-bc93-6894a57f9324"',
     }

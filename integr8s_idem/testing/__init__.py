@@ -1,8 +1,8 @@
-"""A test kit for users of the library and for those who write a store.
+"""A test kit for applications and for implementations of stores.
 
-`WorkerHarness` runs the services of an application in a test; `integr8s_idem.testing.plugin` is for pytest.
-`RepositoryContract` holds a store to the Protocol.  Both are imported when they are asked for: this package alone needs
-neither pytest nor hypothesis.
+`WorkerHarness` runs the services of an application in a test; `integr8s_idem.testing.plugin` is a pytest plugin.
+`RepositoryContract` is a test suite for stores.  Names are imported lazily, so that this package needs neither pytest
+nor hypothesis.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
     "WorkerHarness",
 ]
 
-_ROOMS: Final = {
+_MODULES: Final = {
     "CrashPoint": "crash_points",
     "DeadLetterSeen": "observations",
     "EmbeddedHarness": "embedded_harness",
@@ -57,10 +57,10 @@ _ROOMS: Final = {
     "StoredMessage": "memory_broker",
     "WorkerHarness": "harness",
 }
-"""Where a name is, if not in the contract."""
+"""The module of each name; the others are in `contract`."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS.get(name, 'contract')}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'contract')}"), name)

@@ -1,4 +1,4 @@
-"""What every store must do: a test suite that a store runs over itself.
+"""A test suite for implementations of stores.
 
     from integr8s_idem.testing import RepositoryContract, SteppedClock, StoreUnderTest
 
@@ -9,18 +9,18 @@
             clock = SteppedClock()
             return StoreUnderTest(MyStore(clock), clock.advance)
 
-A store with a server has an async fixture, and an `advance` that makes the records older.  docs/how-to/write-a-store.md
-tells more.
+For a store with a server, use an async fixture, and an `advance` that makes the records older; see
+docs/how-to/write-a-store.md.
 
-Needs pytest with an asyncio plugin that runs `async def` tests (pytest-asyncio in auto mode),
-and hypothesis.  The store need not be empty: every test has keys of its own.
+It needs hypothesis, and pytest with an asyncio plugin that runs `async def` tests (pytest-asyncio in auto mode).  The
+store may contain records: every test uses its own keys.
 """
 
 from __future__ import annotations
 
 import pytest
 
-# Before they are imported: failing assertions then show their values.
+# Before the modules are imported, so that failing assertions show their values.
 pytest.register_assert_rewrite(
     "integr8s_idem.testing.contract_batches",
     "integr8s_idem.testing.contract_reservations",
@@ -41,7 +41,7 @@ __all__ = ["HistorySize", "RecordAdminContract", "RepositoryContract", "SteppedC
 
 
 class RepositoryContract(ReservingContract, SettlingContract, BatchesContract):
-    """Inherit, and give a fixture `store`.  `histories` and `large_batch` say how much to spend."""
+    """Inherit from this class and define a fixture `store`.  `histories` and `large_batch` limit the effort."""
 
     histories = HistorySize()
 

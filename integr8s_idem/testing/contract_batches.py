@@ -1,4 +1,4 @@
-"""The contract of stores: batches, lifetimes, reading."""
+"""The contract of stores: batches, expiry and reading."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class BatchesContract:
     """Part of `RepositoryContract`."""
 
     large_batch = 2_500
-    """Keys of the largest batch that is tried."""
+    """Number of keys in the largest batch."""
 
-    async def test_answers_come_in_the_order_of_the_questions(self, store: StoreUnderTest) -> None:
+    async def test_answers_have_the_order_of_the_requests(self, store: StoreUnderTest) -> None:
         done, held, fresh = new_key(), new_key(), new_key()
         await complete(store, await take(store, done))
         await take(store, held)
@@ -51,7 +51,7 @@ class BatchesContract:
         assert [type(verdict) for verdict in verdicts] == [Reserved, Completed, InProgress, Completed]
         assert [verdict.key for verdict in verdicts] == [fresh, done, held, done]
 
-    async def test_one_key_twice_in_a_batch_is_answered_as_two_callers(self, store: StoreUnderTest) -> None:
+    async def test_a_repeated_key_in_a_batch_is_answered_like_two_callers(self, store: StoreUnderTest) -> None:
         key = new_key()
 
         first, second = await store.repository.reserve([wish(key), wish(key)])
@@ -61,7 +61,7 @@ class BatchesContract:
         completion = Completion(reservation=first, ttl=TTL, result=RESULT)
         assert await store.repository.complete([completion, completion]) == [True, True]
 
-    async def test_a_large_batch_is_answered_whole(self, store: StoreUnderTest) -> None:
+    async def test_a_large_batch_is_answered_completely(self, store: StoreUnderTest) -> None:
         keys = [new_key() for _ in range(self.large_batch)]
 
         verdicts = await store.repository.reserve([wish(key) for key in keys])
@@ -73,7 +73,7 @@ class BatchesContract:
         assert await store.repository.release(reserved) == [False] * len(keys)
         assert await store.repository.delete(keys) == len(keys)
 
-    async def test_large_results_come_back_in_one_batch(self, store: StoreUnderTest) -> None:
+    async def test_large_results_are_returned_in_one_batch(self, store: StoreUnderTest) -> None:
         size = min(1_048_576, store.largest_result)
         bodies = {new_key(): bytes([number]) * size for number in range(12)}
         completions = [
@@ -88,7 +88,7 @@ class BatchesContract:
         records = await store.repository.get(list(bodies))
         assert [r.result.body for r in records if r is not None and r.result] == list(bodies.values())
 
-    async def test_empty_batches_are_answered_with_nothing(self, store: StoreUnderTest) -> None:
+    async def test_empty_batches_have_empty_answers(self, store: StoreUnderTest) -> None:
         repository = store.repository
 
         assert await repository.reserve([]) == []
@@ -97,7 +97,7 @@ class BatchesContract:
         assert await repository.get([]) == []
         assert await repository.delete([]) == 0
 
-    async def test_a_record_in_work_lives_as_long_as_its_retention(self, store: StoreUnderTest) -> None:
+    async def test_an_unsettled_record_expires_after_its_retention(self, store: StoreUnderTest) -> None:
         request = wish(new_key(), owner="billing@host-7", fingerprint=b"f" * 16)
         await ask(store, request)
 
@@ -113,7 +113,7 @@ class BatchesContract:
         assert await store.repository.get([request.key]) == [None]
 
     @pytest.mark.parametrize("verb", ["complete", "fail"])
-    async def test_an_outcome_lives_as_long_as_its_ttl(self, store: StoreUnderTest, verb: str) -> None:
+    async def test_an_outcome_expires_after_its_ttl(self, store: StoreUnderTest, verb: str) -> None:
         key = new_key()
         await write(store, verb, await take(store, key))
 
@@ -140,7 +140,7 @@ class BatchesContract:
         await store.advance(RETENTION + SLACK)
         assert await store.repository.get([key]) == [None]
 
-    async def test_a_retention_below_the_lease_never_shortens_the_lease(self, store: StoreUnderTest) -> None:
+    async def test_a_retention_below_the_lease_does_not_shorten_the_lease(self, store: StoreUnderTest) -> None:
         key = new_key()
         await ask(store, wish(key, retention=timedelta(seconds=1)))
 
@@ -148,7 +148,7 @@ class BatchesContract:
 
         assert isinstance(await ask(store, wish(key)), InProgress)
 
-    async def test_a_deleted_key_starts_anew(self, store: StoreUnderTest) -> None:
+    async def test_a_deleted_key_starts_over(self, store: StoreUnderTest) -> None:
         key = new_key()
         await complete(store, await take(store, key))
 
@@ -156,7 +156,7 @@ class BatchesContract:
 
         assert (await take(store, key)).attempt == 1
 
-    async def test_a_scan_sees_what_starts_with_the_prefix(self, store: StoreUnderTest) -> None:
+    async def test_a_scan_returns_the_keys_with_the_prefix(self, store: StoreUnderTest) -> None:
         root = f"contract:{uuid.uuid4().hex}:a*b?[c]\\"
         inside = [root, *(f"{root}{end}" for end in (*range(5), "A", "a", "~"))]
         for key in [*inside, root.replace("*", "x") + "1", root.upper() + "1", root[:-1] + "~"]:
@@ -166,7 +166,7 @@ class BatchesContract:
 
         assert sorted(seen) == sorted(inside)
 
-    async def test_active_keys_are_those_with_a_lease(self, store: StoreUnderTest) -> None:
+    async def test_only_keys_with_a_lease_are_active(self, store: StoreUnderTest) -> None:
         root = f"contract:{uuid.uuid4().hex}:"
         await take(store, root + "lapsed")
         await lapse(store)
@@ -178,7 +178,7 @@ class BatchesContract:
 
         assert await store.repository.count_active(root) == 2
 
-    async def test_an_unreadable_record_spoils_no_batch(self, store: StoreUnderTest) -> None:
+    async def test_an_unreadable_record_does_not_fail_its_batch(self, store: StoreUnderTest) -> None:
         if store.spoil is None:
             pytest.skip("this store cannot hold an unreadable record")
         root = f"contract:{uuid.uuid4().hex}:"
@@ -200,7 +200,7 @@ class BatchesContract:
         assert await store.repository.count_active(root) == 0
         assert await store.repository.delete([bad]) == 1
 
-    async def test_a_ping_tells_kind_and_latency(self, store: StoreUnderTest) -> None:
+    async def test_a_ping_returns_kind_and_latency(self, store: StoreUnderTest) -> None:
         health = await store.repository.ping()
 
         assert health.kind

@@ -1,4 +1,4 @@
-"""The contract of stores: outcomes, and owners that are no longer."""
+"""The contract of stores: outcomes, and writes of former owners."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SettlingContract:
         ],
         ids=lambda result: "none" if result is None else f"{len(result.body)}-{result.content_type}",
     )
-    async def test_a_result_comes_back_byte_for_byte(self, store: StoreUnderTest, result: StoredResult | None) -> None:
+    async def test_a_result_is_returned_byte_for_byte(self, store: StoreUnderTest, result: StoredResult | None) -> None:
         key = new_key()
 
         assert await complete(store, await take(store, key), result)
@@ -74,7 +74,7 @@ class SettlingContract:
         dropped = result is not None and len(result.body) > store.largest_result
         assert (verdict.result, verdict.result_dropped) == (None if dropped else result, dropped)
 
-    async def test_a_dropped_result_is_told_from_none(self, store: StoreUnderTest) -> None:
+    async def test_a_dropped_result_is_distinguished_from_none(self, store: StoreUnderTest) -> None:
         key = new_key()
         completion = Completion(reservation=await take(store, key), ttl=TTL, result_dropped=True)
 
@@ -84,7 +84,7 @@ class SettlingContract:
         assert isinstance(verdict, Completed)
         assert (verdict.result, verdict.result_dropped) == (None, True)
 
-    async def test_a_completion_repeated_is_true_and_changes_nothing(self, store: StoreUnderTest) -> None:
+    async def test_a_repeated_completion_is_true_and_changes_nothing(self, store: StoreUnderTest) -> None:
         key = new_key()
         reserved = await take(store, key)
         await complete(store, reserved)
@@ -97,7 +97,7 @@ class SettlingContract:
         assert after[0] is not None
         assert (after[0].result, after[0].settled_at) == (RESULT, before[0].settled_at)
 
-    async def test_a_failure_repeated_is_true_and_changes_nothing(self, store: StoreUnderTest) -> None:
+    async def test_a_repeated_failure_is_true_and_changes_nothing(self, store: StoreUnderTest) -> None:
         key = new_key()
         reserved = await take(store, key)
         await fail(store, reserved, "löst")
@@ -108,7 +108,7 @@ class SettlingContract:
         assert isinstance(verdict, Failed)
         assert (verdict.attempt, verdict.error) == (1, "löst")
 
-    async def test_an_outcome_is_not_turned_into_the_other(self, store: StoreUnderTest) -> None:
+    async def test_an_outcome_does_not_replace_another(self, store: StoreUnderTest) -> None:
         completed, failed = await take(store, new_key()), await take(store, new_key())
         await complete(store, completed)
         await fail(store, failed)
@@ -119,7 +119,7 @@ class SettlingContract:
         assert isinstance(await ask(store, wish(completed.key)), Completed)
         assert isinstance(await ask(store, wish(failed.key)), Failed)
 
-    async def test_a_completion_after_the_lease_counts_while_nobody_took_the_key(self, store: StoreUnderTest) -> None:
+    async def test_a_completion_after_the_lease_counts_without_a_takeover(self, store: StoreUnderTest) -> None:
         reserved = await take(store, new_key())
         await lapse(store)
 
@@ -127,7 +127,7 @@ class SettlingContract:
 
         assert isinstance(await ask(store, wish(reserved.key)), Completed)
 
-    async def test_a_completion_of_a_vanished_record_is_false(self, store: StoreUnderTest) -> None:
+    async def test_a_completion_of_a_lost_record_is_false(self, store: StoreUnderTest) -> None:
         reserved = await take(store, new_key())
         await store.repository.delete([reserved.key])
 
@@ -163,7 +163,7 @@ class SettlingContract:
 
     @pytest.mark.parametrize("verb", ["complete", "fail", "renew", "release"])
     @pytest.mark.parametrize("outcome", ["complete", "fail"])
-    async def test_a_zombie_leaves_the_outcome_of_its_successor(
+    async def test_a_zombie_does_not_change_the_outcome_of_its_successor(
         self, store: StoreUnderTest, verb: str, outcome: str
     ) -> None:
         key = new_key()

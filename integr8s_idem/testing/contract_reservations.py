@@ -1,4 +1,4 @@
-"""The contract of stores: who gets a key, and until when."""
+"""The contract of stores: reservations and leases."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class ReservingContract:
         assert (verdict.key, verdict.token, verdict.attempt) == (request.key, request.token, 1)
         assert (verdict.previous, verdict.lease) == (Previous.NONE, LEASE)
 
-    async def test_keys_that_look_alike_are_different_keys(self, store: StoreUnderTest) -> None:
-        """Databases like to compare without case, without spaces at the end, or without accents."""
+    async def test_similar_keys_are_different_keys(self, store: StoreUnderTest) -> None:
+        """Some databases ignore case, trailing spaces or accents when they compare strings."""
         key = new_key()
 
         for other in (key, key.upper(), f"{key} ", f"{key}%", f"{key}_", f"{key}%C3%A9", f"{key}e"):
             assert isinstance(await ask(store, wish(other)), Reserved), other
 
-    async def test_of_a_hundred_reservers_one_gets_the_key(self, store: StoreUnderTest) -> None:
+    async def test_one_of_a_hundred_callers_reserves_the_key(self, store: StoreUnderTest) -> None:
         key = new_key()
 
         verdicts = await asyncio.gather(*(ask(store, wish(key)) for _ in range(100)))
@@ -56,7 +56,7 @@ class ReservingContract:
         assert sum(isinstance(verdict, Reserved) for verdict in verdicts) == 1
         assert sum(isinstance(verdict, InProgress) for verdict in verdicts) == 99
 
-    async def test_a_second_reserver_learns_who_holds_the_key_and_for_how_long(self, store: StoreUnderTest) -> None:
+    async def test_a_second_caller_gets_the_owner_and_the_rest_of_the_lease(self, store: StoreUnderTest) -> None:
         key = new_key()
         await ask(store, wish(key, owner="billing@höst-7"))
         await store.advance(timedelta(seconds=10))
@@ -67,7 +67,7 @@ class ReservingContract:
         assert (verdict.attempt, verdict.owner) == (1, "billing@höst-7")
         assert timedelta(seconds=20) - SLACK < verdict.retry_after <= timedelta(seconds=20)
 
-    async def test_of_two_takers_at_the_end_of_a_lease_one_wins(self, store: StoreUnderTest) -> None:
+    async def test_one_of_two_callers_takes_over_an_expired_lease(self, store: StoreUnderTest) -> None:
         key = new_key()
         first = await take(store, key)
         await lapse(store)
@@ -103,9 +103,7 @@ class ReservingContract:
         assert isinstance(again, Reserved)
         assert (again.attempt, again.previous) == (2, Previous.LAPSED)
 
-    async def test_attempts_that_lapsed_are_counted_and_those_that_were_released_are_not(
-        self, store: StoreUnderTest
-    ) -> None:
+    async def test_lapsed_attempts_are_counted_and_released_ones_are_not(self, store: StoreUnderTest) -> None:
         key = new_key()
         await take(store, key)
         await lapse(store)
@@ -119,9 +117,7 @@ class ReservingContract:
         found = [(each.attempt, each.lapsed, each.lapsed_alone) for each in (second, third, fourth)]
         assert found == [(2, 1, 0), (3, 1, 0), (4, 2, 0)]
 
-    async def test_attempts_that_lapsed_while_they_ran_alone_are_counted_by_themselves(
-        self, store: StoreUnderTest
-    ) -> None:
+    async def test_lapsed_isolated_attempts_are_counted_separately(self, store: StoreUnderTest) -> None:
         key = new_key()
         await ask(store, wish(key, alone=True, owner="billing@höst-7", fingerprint=b"f" * 16))
         await lapse(store)
@@ -135,9 +131,7 @@ class ReservingContract:
         assert (second.attempt, second.lapsed, second.lapsed_alone) == (2, 1, 1)
         assert (fourth.attempt, fourth.lapsed, fourth.lapsed_alone) == (4, 3, 2)
 
-    async def test_an_owner_says_that_it_runs_alone_by_asking_again_under_its_token(
-        self, store: StoreUnderTest
-    ) -> None:
+    async def test_an_owner_marks_its_attempt_as_isolated_by_reserving_again(self, store: StoreUnderTest) -> None:
         key, trace = new_key(), TraceLink(b"t" * 16, b"s" * 8)
         await take(store, key)
         await lapse(store)
@@ -161,7 +155,7 @@ class ReservingContract:
         assert record.owner == "billing@höst-7"
         assert (next_one.attempt, next_one.lapsed, next_one.lapsed_alone) == (3, 2, 1)
 
-    async def test_an_owner_that_runs_alone_no_longer_says_so(self, store: StoreUnderTest) -> None:
+    async def test_an_owner_can_clear_the_mark_of_isolation(self, store: StoreUnderTest) -> None:
         request = wish(new_key(), alone=True)
         await ask(store, request)
         await ask(store, replace(request, alone=False))
@@ -171,9 +165,7 @@ class ReservingContract:
 
         assert (following.lapsed, following.lapsed_alone) == (1, 0)
 
-    async def test_the_history_of_attempts_survives_a_renewal_and_ends_with_the_record(
-        self, store: StoreUnderTest
-    ) -> None:
+    async def test_the_attempt_counts_survive_a_renewal_and_end_with_the_record(self, store: StoreUnderTest) -> None:
         key = new_key()
         await take(store, key)
         await lapse(store)
@@ -187,7 +179,7 @@ class ReservingContract:
 
         assert (third.lapsed, anew.attempt, anew.lapsed, anew.lapsed_alone) == (2, 1, 0, 0)
 
-    async def test_a_released_key_goes_to_the_next_with_its_attempts_counted(self, store: StoreUnderTest) -> None:
+    async def test_a_released_key_can_be_reserved_and_its_attempts_are_counted(self, store: StoreUnderTest) -> None:
         key = new_key()
         first = await take(store, key)
 
@@ -197,7 +189,7 @@ class ReservingContract:
         assert (second.attempt, second.previous) == (2, Previous.RELEASED)
         assert second.fence > first.fence
 
-    async def test_a_release_repeated_is_true_and_never_touches_the_next_owner(self, store: StoreUnderTest) -> None:
+    async def test_a_repeated_release_is_true_and_does_not_affect_the_next_owner(self, store: StoreUnderTest) -> None:
         key = new_key()
         first = await take(store, key)
         await store.repository.release([first])
@@ -217,7 +209,7 @@ class ReservingContract:
 
         assert (await take(store, key)).attempt == 2
 
-    async def test_a_renewed_lease_holds_from_then_on(self, store: StoreUnderTest) -> None:
+    async def test_a_renewed_lease_counts_from_the_renewal(self, store: StoreUnderTest) -> None:
         key = new_key()
         first = await take(store, key)
         await store.advance(timedelta(seconds=20))
@@ -227,7 +219,7 @@ class ReservingContract:
         await store.advance(timedelta(seconds=20))
         assert isinstance(await ask(store, wish(key)), InProgress)
 
-    async def test_a_lease_that_has_ended_is_renewed_while_nobody_took_the_key(self, store: StoreUnderTest) -> None:
+    async def test_an_expired_lease_can_be_renewed_without_a_takeover(self, store: StoreUnderTest) -> None:
         key = new_key()
         first = await take(store, key)
         await lapse(store)
@@ -245,7 +237,7 @@ class ReservingContract:
 
         assert isinstance(await ask(store, wish(key)), InProgress)
 
-    async def test_fences_grow_over_release_takeover_expiry_and_deletion(self, store: StoreUnderTest) -> None:
+    async def test_fences_grow_across_release_takeover_expiry_and_deletion(self, store: StoreUnderTest) -> None:
         key = new_key()
         fences = [(first := await take(store, key)).fence]
         await store.repository.release([first])
@@ -261,7 +253,7 @@ class ReservingContract:
         assert max(fences) < 2**53
 
     @pytest.mark.parametrize("state", ["processing", "lapsed", "released", "completed", "failed"])
-    async def test_another_payload_under_a_known_key_is_refused(self, store: StoreUnderTest, state: str) -> None:
+    async def test_a_known_key_with_another_payload_is_rejected(self, store: StoreUnderTest, state: str) -> None:
         key = new_key()
         reserved = await take(store, key, fingerprint=b"a" * 16)
         if state == "lapsed":

@@ -1,8 +1,8 @@
-"""Named points at which a test lets a process die, to see what its successor finds.
+"""Named points at which a test crashes a process.
 
-Nothing in the library knows of them: its boundaries are Protocols, and what stands here wraps them.
+The library itself contains no such points: these classes wrap the Protocols at its boundaries.
 
-    plan = CrashPlan(CrashPoint.AFTER_COMPLETE)          # SIGKILL to ourselves, there
+    plan = CrashPlan(CrashPoint.AFTER_COMPLETE)          # sends SIGKILL to this process at that point
     store = CrashingStore(RedisIdempotencyRepository(client), plan)
     manager = IdempotencyManager(config, store, scope="billing")
     publisher = CrashingPublisher(kafka_settings, plan)
@@ -11,15 +11,15 @@ Nothing in the library knows of them: its boundaries are Protocols, and what sta
         "billing", dispatcher, publisher, kafka_settings, service_settings, consumer=crashing_consumer(plan)
     )
 
-The points around an effect are in the handler, where only its author knows them:
+The points around a side effect are in the handler, so the test names them there:
 
     plan.reached(CrashPoint.IN_HANDLER_BEFORE_EFFECT)
     await charge(order)
     plan.reached(CrashPoint.IN_HANDLER_AFTER_EFFECT)
 
-Those of transactional handlers and of the relay are in `transactional_crash_points`.
+The points of transactional handlers and of the relay are in `transactional_crash_points`.
 
-Run it in a process of its own, start another one without a plan behind it, and count effects from outside.
+Run this in a separate process, then start another one without a plan, and count the side effects from outside.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ __all__ = [
 T = TypeVar("T")
 
 IN_FLIGHT_SECONDS: Final = 0.0005
-"""How long a call that is to be cut in its middle has been under way: sent, and answered or not."""
+"""How long a call runs before it is interrupted: it has been sent, and may or may not have been answered."""
 
 
 class CrashPoint(str, Enum):
-    """Where a process can be made to die, in the order in which a delivery passes by.
+    """A point at which a process can crash, in the order in which a delivery reaches them.
 
-    `before_` a call nothing of it has left the process.  `in_` it, it has been sent; whether it is executed
-    nobody knows.  `after_` it, the other side has executed it, and our side has not taken notice yet.
+    At `before_` points nothing has been sent.  At `in_` points the request has been sent, and may or may not be
+    executed.  At `after_` points the other side has executed it, but this process has not handled the answer yet.
     """
 
     ON_ASSIGN = "on_assign"
-    """Partitions have become ours."""
+    """Partitions have been assigned to this process."""
     AFTER_FETCH = "after_fetch"
     """Messages have arrived."""
     BEFORE_RESERVE = "before_reserve"
@@ -86,34 +86,34 @@ class CrashPoint(str, Enum):
     AFTER_RESERVE = "after_reserve"
     BEFORE_HANDLER = "before_handler"
     IN_HANDLER_BEFORE_EFFECT = "in_handler_before_effect"
-    """Named by the handler itself, as is the next."""
+    """Named by the handler itself, like the next one."""
     IN_HANDLER_AFTER_EFFECT = "in_handler_after_effect"
     AFTER_HANDLER = "after_handler"
-    """It has returned, and what it wants to publish has not left; if it is transactional, all is committed."""
+    """The handler has returned and its events are not sent yet; a transactional handler has committed."""
     BEFORE_OUTCOME = "before_outcome"
-    """A transactional handler has returned; its outgoing events and its outcome are not in its transaction."""
+    """A transactional handler has returned; its outgoing events and its outcome are not in its transaction yet."""
     IN_OUTCOME = "in_outcome"
     AFTER_OUTCOME = "after_outcome"
     BEFORE_TRANSACTION_COMMIT = "before_transaction_commit"
-    """The handler's transaction, in the database.  Named by whoever commits, as are the next two."""
+    """The handler's transaction in the database.  Named by the code that commits, like the next two."""
     IN_TRANSACTION_COMMIT = "in_transaction_commit"
     AFTER_TRANSACTION_COMMIT = "after_transaction_commit"
     BEFORE_RENEW = "before_renew"
     IN_RENEW = "in_renew"
     AFTER_RENEW = "after_renew"
     BEFORE_PUBLISH = "before_publish"
-    """The handler's outgoing events, all of them; not dead letters."""
+    """All outgoing events of the handler, without dead letters."""
     AFTER_PUBLISH = "after_publish"
     BEFORE_CLAIM = "before_claim"
-    """The relay asks for buckets of the outbox."""
+    """The relay claims buckets of the outbox."""
     IN_CLAIM = "in_claim"
     AFTER_CLAIM = "after_claim"
     BEFORE_SEND = "before_send"
-    """One outgoing event, by the relay or without one."""
+    """A single outgoing event, sent by the relay or the handler's publisher."""
     AFTER_SEND = "after_send"
     """The broker has confirmed it; if it came from the outbox, its row is still there."""
     BEFORE_FORGET = "before_forget"
-    """The broker has confirmed all that the relay has read; their rows are still there."""
+    """The broker has confirmed all events that the relay has read; their rows are still there."""
     IN_FORGET = "in_forget"
     AFTER_FORGET = "after_forget"
     BEFORE_COMPLETE = "before_complete"
@@ -128,13 +128,13 @@ class CrashPoint(str, Enum):
     BEFORE_DEAD_LETTER = "before_dead_letter"
     AFTER_DEAD_LETTER = "after_dead_letter"
     BEFORE_COMMIT = "before_commit"
-    """The offsets, to the broker."""
+    """The commit of offsets to the broker."""
     IN_COMMIT = "in_commit"
     AFTER_COMMIT = "after_commit"
     BEFORE_RESPONSE = "before_response"
-    """The response to a request over HTTP begins to leave.  Named by whoever sends it, as are the next two."""
+    """An HTTP response is about to be sent.  Named by the code that sends it, like the next two."""
     IN_RESPONSE = "in_response"
-    """A part of its body has left."""
+    """A part of the response body has been sent."""
     AFTER_RESPONSE = "after_response"
     BEFORE_REVOKE = "before_revoke"
     """Partitions are taken away; nothing has been done about it."""
@@ -154,25 +154,25 @@ def kill_myself() -> None:
 
 @dataclass
 class CrashPlan:
-    """At which point, and at which arrival there, this process dies.  Without a point it never does."""
+    """The point and occurrence at which this process crashes.  Without a point it never does."""
 
     point: CrashPoint | None = None
     occurrence: int = 1
     """1 for the first arrival."""
     action: Callable[[], None] = kill_myself
-    """What happens there; an action that returns lets the process go on."""
+    """Called at the point; if it returns, the process continues."""
     seen: Counter[CrashPoint] = field(default_factory=Counter)
-    """How often each point was reached so far."""
+    """How often each point has been reached."""
     _draining: bool = False
 
     def reached(self, point: CrashPoint) -> None:
-        """The process is at `point`."""
+        """Report that the process is at `point`."""
         self._note(point)
         if self._draining and point is not CrashPoint.IN_DRAIN:
             self._note(CrashPoint.IN_DRAIN)
 
     def drain(self) -> None:
-        """The worker is told to stop: from now on every point counts as `IN_DRAIN` as well."""
+        """Report that the worker is draining: every later point also counts as `IN_DRAIN`."""
         self._draining = True
 
     def _note(self, point: CrashPoint) -> None:
@@ -181,25 +181,25 @@ class CrashPlan:
             self.action()
 
     async def around(self, verb: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call between the points `before_` and `after_` of `verb`; with `in_` as the point, cut it there."""
+        """Make a call between the points `before_` and `after_` of `verb`; interrupt it if the point is `in_`."""
         middle = CrashPoint(f"in_{verb}")
         self.reached(CrashPoint(f"before_{verb}"))
-        answer = await (self._cut(middle, call) if self.point is middle else call())
+        answer = await (self._interrupted(middle, call) if self.point is middle else call())
         self.reached(CrashPoint(f"after_{verb}"))
         return answer
 
-    async def _cut(self, middle: CrashPoint, call: Callable[[], Awaitable[T]]) -> T:
-        under_way = asyncio.ensure_future(call())
+    async def _interrupted(self, middle: CrashPoint, call: Callable[[], Awaitable[T]]) -> T:
+        task = asyncio.ensure_future(call())
         try:
-            await asyncio.wait({under_way}, timeout=IN_FLIGHT_SECONDS)
+            await asyncio.wait({task}, timeout=IN_FLIGHT_SECONDS)
             self.reached(middle)
-            return await under_way
+            return await task
         finally:
-            under_way.cancel()
+            task.cancel()
 
 
 class CrashingStore:
-    """A repository with a point before, in and after each verb that writes.  A call may hold many keys."""
+    """A repository with points before, in and after each write operation.  A call may contain many keys."""
 
     def __init__(self, inner: IdempotencyRepository, plan: CrashPlan) -> None:
         self._inner = inner
@@ -237,7 +237,7 @@ class CrashingStore:
 
 
 class CrashingPublisher(EventPublisher):
-    """An `EventPublisher` with points around what handlers publish and around dead letters."""
+    """An `EventPublisher` with points around the events of handlers and around dead letters."""
 
     def __init__(self, settings: KafkaSettings, plan: CrashPlan, observer: Observer = SILENT) -> None:
         super().__init__(settings, observer)
@@ -257,16 +257,16 @@ class CrashingPublisher(EventPublisher):
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
     ) -> None:
-        is_letter = topic.endswith(self._dead_letter_suffix)
-        if is_letter:
+        is_dead_letter = topic.endswith(self._dead_letter_suffix)
+        if is_dead_letter:
             self._plan.reached(CrashPoint.BEFORE_DEAD_LETTER)
         await super().send(topic, key, value, headers)
-        if is_letter:
+        if is_dead_letter:
             self._plan.reached(CrashPoint.AFTER_DEAD_LETTER)
 
 
 def crashing_invoke(plan: CrashPlan, invoke: Invoke = call_with_event) -> Invoke:
-    """A way to call handlers, as `invoke` does, with a point before and one after each."""
+    """Wrap `invoke` with points before and after each handler call."""
 
     async def call(handler: RegisteredHandler, what: HandlerCall | BatchCall) -> Any:
         plan.reached(CrashPoint.BEFORE_HANDLER)
@@ -280,7 +280,7 @@ def crashing_invoke(plan: CrashPlan, invoke: Invoke = call_with_event) -> Invoke
 def crashing_consumer(
     plan: CrashPlan, make: Callable[[KafkaSettings, str], Consumer] = make_consumer
 ) -> Callable[[KafkaSettings, str], Consumer]:
-    """The `consumer` of a `ServiceWorker`: what `make` makes, with points around the broker."""
+    """Return the `consumer` argument of a `ServiceWorker`: the consumer of `make`, with points around the broker."""
     return lambda settings, group: cast(Consumer, _CrashingConsumer(make(settings, group), plan))
 
 
@@ -316,7 +316,7 @@ class _CrashingListener(ConsumerRebalanceListener):
         self._plan = plan
 
     async def on_partitions_revoked(self, revoked: Sequence[Any]) -> None:
-        if revoked:  # aiokafka tells of nothing taken away before it joins for the first time
+        if revoked:  # before it first joins the group, aiokafka reports an empty revocation
             self._plan.reached(CrashPoint.BEFORE_REVOKE)
         await self._inner.on_partitions_revoked(revoked)
         if revoked:

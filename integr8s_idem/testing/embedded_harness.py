@@ -1,11 +1,11 @@
-"""`EmbeddedHarness`: the services of an application in a test, over real sockets and a real store.
+"""`EmbeddedHarness`: run the services of an application in a test, with real sockets and a real store.
 
     @pytest.fixture
     def harness(embedded_servers: EmbeddedServers, payments: FakePayments) -> EmbeddedHarness:
         return EmbeddedHarness(platform, "billing", servers=embedded_servers, fakes={Payments: payments})
 
-For what `WorkerHarness` leaves out: Redis itself, or the database of the settings on a server.
-Time is real, and nobody dies.
+Use it to test with Redis itself, or with the configured database on a server, which `WorkerHarness` does not cover.
+Time is real, and there are no crashes.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ LOOK_SECONDS: Final = 0.02
 
 
 class EmbeddedHarness:
-    """Services of an application, each by one worker, on servers that run.
+    """Runs services of an application, each with one worker, on running servers.
 
-    Inside of `async with`, or by the pytest plugin, which enters every harness that is a fixture of a test.  Topics and
-    keys are its own: tests may share the servers.
+    Use it in `async with`, or with the pytest plugin, which enters every harness that is a fixture of a test.  Each
+    harness has its own topics and keys, so tests may share the servers.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class EmbeddedHarness:
     ) -> None:
         """
         Args:
-            application: What `integr8s-idem run` would run, or one service.
-            services: Those of the platform that are to run; all of them if none is named.
-            servers: Where Kafka and Redis are.
-            fakes: Objects that take the place of what the containers provide, by its type.
-            providers: Dishka providers with `override=True`, for fakes with a scope or dependencies of their own.
-            settings: A file of settings; ./settings.toml if it is there, if not given.
-            overrides: Nested values that win: `{"idempotency": {"max_attempts": 2}}`.
-            own_store: Records are where the settings say, as the handlers' transactions may need it.
+            application: The platform that `integr8s-idem run` would run, or one service.
+            services: The services of the platform to run; all if none is named.
+            servers: The addresses of Kafka and Redis.
+            fakes: Objects that replace those of the containers, by type.
+            providers: Dishka providers with `override=True`, for fakes with their own scope or dependencies.
+            settings: A settings file; ./settings.toml, if it exists, by default.
+            overrides: Nested values that take precedence: `{"idempotency": {"max_attempts": 2}}`.
+            own_store: Keep the records in the configured store, for example for transactional handlers.
 
         Raises:
             ApplicationError: The platform has no such service.
-            SettingsError: As `load_settings`.
+            SettingsError: The settings are invalid; see `load_settings`.
         """
         platform = application if isinstance(application, Platform) else Platform(application)
         self._services = platform.choose(services)
@@ -91,31 +91,31 @@ class EmbeddedHarness:
 
     @property
     def entered(self) -> bool:
-        """Whether it has begun."""
+        """Whether the harness has been entered."""
         return self._publisher is not None
 
     async def publish(self, *events: BaseEvent) -> None:
-        """Publish `events`, and return once they are settled, with all that comes of them.
+        """Publish `events`, and wait until they and the events that they cause are settled.
 
         Raises:
-            NotSettledError: As `settled`.
+            NotSettledError: See `settled`.
         """
-        assert self._publisher is not None, "inside of `async with`"
+        assert self._publisher is not None, "inside `async with`"
         self._sent += events
         await self._publisher.publish(*events)
         await self.settled()
 
     async def redeliver_all(self) -> None:
-        """Publish everything once more that was published so far, and return once that is settled."""
+        """Publish all events so far once more, and wait until they are settled."""
         sent, self._sent = self._sent, []
         await self.publish(*sent)
 
     async def settled(self) -> None:
-        """Return once all topics that are read are settled to their ends, and committed.
+        """Wait until all messages of the services' topics are settled and committed.
 
         Raises:
-            NotSettledError: They are not, for half a minute.
-            Exception: What a service has ended by.
+            NotSettledError: This took longer than half a minute.
+            Exception: The error with which a service ended.
         """
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
@@ -126,10 +126,10 @@ class EmbeddedHarness:
             raise NotSettledError(str([service.report() for service in self._running])) from None
 
     async def _is_open(self) -> bool:
-        # What is consumed may leave messages in an outbox, and these are consumed in turn: it is looked at twice.
+        # Consumed messages may add events to an outbox, which are consumed later: check twice.
         return (
             await self._waits_to_be_sent()
-            or any([await _behind(consumer, topics) for consumer, topics in self._watching])
+            or any([await _lag(consumer, topics) for consumer, topics in self._watching])
             or await self._waits_to_be_sent()
         )
 
@@ -140,12 +140,12 @@ class EmbeddedHarness:
 
     @property
     def handled(self) -> int:
-        """Deliveries whose handler has run to its end."""
+        """Number of deliveries whose handler has finished."""
         return sum(service.report().tally.handled for service in self._running)
 
     @property
     def duplicates(self) -> int:
-        """Deliveries that were answered by an earlier run's record."""
+        """Number of deliveries answered by the record of an earlier run."""
         return sum(service.report().tally.duplicates for service in self._running)
 
     def _check(self) -> None:
@@ -157,9 +157,9 @@ class EmbeddedHarness:
         self._publisher = EventPublisher(self._settings.kafka)
         self._stack.push_async_callback(self._publisher.close)
         isolation = IsolationGate()
-        self._running = [RunningService(self._faked(each), self._settings, isolation) for each in self._services]
+        self._running = [RunningService(self._with_fakes(each), self._settings, isolation) for each in self._services]
         for service in self._running:
-            await self._stack.enter_async_context(_under_way(service))
+            await self._stack.enter_async_context(_started(service))
         while not all(service.health().ready for service in self._running):
             self._check()
             await asyncio.sleep(LOOK_SECONDS)
@@ -174,15 +174,15 @@ class EmbeddedHarness:
         self._check()
 
     async def _watch(self, running: RunningService) -> tuple[Consumer, Sequence[str]]:
-        """Somebody who asks where the group of a service is, and is no member of it."""
+        """Make a consumer that reads the offsets of a service's group without joining it."""
         worker = running.worker
-        assert worker is not None, "it is ready"
+        assert worker is not None, "a ready service has a worker"
         consumer = make_consumer(self._settings.kafka, worker.group)
         await consumer.start()
         self._stack.push_async_callback(consumer.stop)
         return consumer, worker.topics
 
-    def _faked(self, service: Service) -> Service:
+    def _with_fakes(self, service: Service) -> Service:
         def container(settings: Settings) -> AsyncContainer:
             made = self._overrides.container(service, settings, {})
             self._containers.append(made)
@@ -192,7 +192,7 @@ class EmbeddedHarness:
 
 
 @asynccontextmanager
-async def _under_way(service: RunningService) -> AsyncIterator[None]:
+async def _started(service: RunningService) -> AsyncIterator[None]:
     task = asyncio.create_task(service.run())
     try:
         yield
@@ -201,14 +201,14 @@ async def _under_way(service: RunningService) -> AsyncIterator[None]:
         await task
 
 
-async def _behind(consumer: Consumer, topics: Sequence[str]) -> int:
-    """Messages of `topics` that its group has not committed, as the broker knows it."""
+async def _lag(consumer: Consumer, topics: Sequence[str]) -> int:
+    """Return the number of messages of `topics` that the group has not committed, according to the broker."""
     ends = await consumer.end_offsets([Partition(topic, number) for topic in topics for number in range(PARTITIONS)])
     return sum([end - (await _committed(consumer, at) or 0) for at, end in ends.items() if end])
 
 
 async def _committed(consumer: Any, partition: Partition) -> int | None:
-    """Asked of the coordinator of the group."""
+    """Return the committed offset from the group coordinator."""
     offset: int | None = await consumer.committed(partition)
     return offset
 

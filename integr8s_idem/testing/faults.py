@@ -1,4 +1,4 @@
-"""What can go wrong around one delivery, and when: the list that a repeatable handler survives."""
+"""Faults around a delivery that a repeatable handler must survive."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ CRASHES: Final = (
     CrashPoint.BEFORE_COMMIT,
     CrashPoint.AFTER_COMMIT,
 )
-"""Where a worker can die in the course of one event that goes well, in the order in which it gets there."""
+"""The points at which a worker can crash while it processes an event successfully, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong."""
+    """A single fault."""
 
     kind: Literal["crash", "stall", "lost answer", "outage", "redelivery"]
     where: str = ""
-    """A point, or a verb of the store."""
+    """A crash point, or an operation of the store."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.where}".rstrip().replace(" ", "-")
 
 
-MISHAPS: Final = (
+FAULTS: Final = (
     *(Fault("crash", point.value) for point in CRASHES),
     Fault("stall", CrashPoint.BEFORE_HANDLER.value),
     Fault("stall", CrashPoint.AFTER_HANDLER.value),
@@ -53,61 +53,61 @@ MISHAPS: Final = (
     Fault("outage", "complete"),
     Fault("redelivery"),
 )
-"""All that Kafka, a store and an orchestrator of processes do to a worker, one at a time."""
+"""All faults that Kafka, a store or an orchestrator can cause, one at a time."""
 
 
 @dataclass(slots=True)
-class Fate:
-    """What is to happen to the process that gets somewhere."""
+class PlannedFault:
+    """A planned crash or stall of the process that reaches a point."""
 
     how: Literal["crash", "stall"]
     point: str
     occurrence: int = 1
-    """1 for the first arrival, whichever process it is."""
+    """1 for the first arrival, in any process."""
     arrivals: int = 0
     happened: bool = False
 
 
 @dataclass(slots=True)
 class Points:
-    """Who has got where, and what happens to them there."""
+    """The points reached so far, and the planned faults."""
 
-    fates: list[Fate] = field(default_factory=list)
+    planned: list[PlannedFault] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
 
     def note(self, point: str) -> None:
-        """The current process is at `point`; if it is to die there, it takes no further step."""
+        """Report that the current process is at `point`; if a crash is planned there, it takes no further step."""
         process = current_process()
         if process is None or not process.running:
             return
         self.seen[point] += 1
-        for fate in self.fates:
-            if fate.point == point and not fate.happened:
-                fate.arrivals += 1
-                if fate.arrivals == fate.occurrence:
-                    fate.happened = True
-                    (process.die if fate.how == "crash" else process.stall)()
+        for fault in self.planned:
+            if fault.point == point and not fault.happened:
+                fault.arrivals += 1
+                if fault.arrivals == fault.occurrence:
+                    fault.happened = True
+                    (process.die if fault.how == "crash" else process.stall)()
 
     async def reached(self, point: str) -> None:
-        """As `note`; does not return to who dies here."""
+        """Report a point like `note`, but do not return in a process that crashes there."""
         self.note(point)
         process = current_process()
         if process is not None and not process.running:
             await asyncio.sleep(0)
 
     def missed(self) -> list[str]:
-        """What was to happen, and nobody got there: with a guess at what was meant."""
-        return [f"{fate.how} at {fate.point}{self._guess(fate)}" for fate in self.fates if not fate.happened]
+        """Return the planned faults that did not happen, with a suggestion for misspelled points."""
+        return [f"{fault.how} at {fault.point}{self._guess(fault)}" for fault in self.planned if not fault.happened]
 
-    def _guess(self, fate: Fate) -> str:
-        if self.seen[fate.point]:
-            return f" at arrival {fate.occurrence} (there were {self.seen[fate.point]})"
-        near = get_close_matches(fate.point, self.seen, n=1)
+    def _guess(self, fault: PlannedFault) -> str:
+        if self.seen[fault.point]:
+            return f" at arrival {fault.occurrence} (there were {self.seen[fault.point]})"
+        near = get_close_matches(fault.point, self.seen, n=1)
         return f" (did you mean {near[0]}?)" if near else ""
 
 
-class PointsOfClients(CrashPlan):
-    """The points around stores and brokers."""
+class ClientPoints(CrashPlan):
+    """A crash plan that reports the points around stores and brokers."""
 
     def __init__(self, points: Points) -> None:
         super().__init__()

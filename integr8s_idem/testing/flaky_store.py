@@ -1,9 +1,9 @@
-"""A store that can be silent, lose answers, hang or refuse us, by the name of the verb: reserve, renew, complete, …
+"""A store that fails, loses answers, hangs or rejects calls, by operation: reserve, renew, complete, …
 
 store = FlakyStore(MemoryIdempotencyRepository())
 store.fail_next("complete", times=2)         # neither executed nor answered
-store.lose_answer("reserve")            # executed, and the caller never hears of it
-with store.outage(): ...                # nothing is answered
+store.lose_answer("reserve")            # executed, but the answer is lost
+with store.outage(): ...                # no call is answered
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ VERBS: Final = frozenset({"reserve", "renew", "complete", "fail", "release", "ge
 
 
 class FlakyStore:
-    """Hands everything on to `inner`, unless told otherwise."""
+    """Passes calls on to `inner`, except for the configured failures."""
 
     def __init__(self, inner: IdempotencyRepository) -> None:
         self.inner = inner
         self.down: set[str] = set()
-        """Verbs that are not executed and not answered."""
+        """Operations that are neither executed nor answered."""
         self.failures: Counter[str] = Counter()
-        """How many of the next calls of a verb are neither executed nor answered."""
+        """How many of the next calls of an operation are neither executed nor answered."""
         self.lose_answers: Counter[str] = Counter()
-        """How many of the next calls of a verb are executed without an answer."""
+        """How many of the next calls of an operation are executed without an answer."""
         self.held: dict[str, asyncio.Event] = {}
-        """Verbs that wait for an event before they are executed."""
+        """Operations that wait for an event before they are executed."""
         self.refusal: Exception | None = None
-        """What a silent verb raises, instead of `StoreUnavailableError`."""
+        """The error of calls without an answer, instead of `StoreUnavailableError`."""
         self.calls: Counter[str] = Counter()
         self.requests: list[ReserveRequest] = []
 
     def fail_next(self, verb: str, times: int = 1) -> None:
-        """The next calls of `verb` are neither executed nor answered: the store cannot be reached."""
+        """Make the next calls of `verb` fail without being executed, as if the store were unreachable."""
         self.failures[_known(verb)] += times
 
     def lose_answer(self, verb: str, times: int = 1) -> None:
-        """The next calls of `verb` are executed, and their answers do not arrive."""
+        """Execute the next calls of `verb`, but lose their answers."""
         self.lose_answers[_known(verb)] += times
 
     @contextmanager
     def outage(self) -> Iterator[None]:
-        """Nothing is executed, nothing is answered, inside of the block."""
+        """Make all calls fail inside the block."""
         before, self.down = self.down, set(VERBS)
         try:
             yield
@@ -117,5 +117,5 @@ class FlakyStore:
 
 def _known(verb: str) -> str:
     if verb not in VERBS:
-        raise ValueError(f"a store knows no verb {verb!r}; it knows {', '.join(sorted(VERBS))}")
+        raise ValueError(f"unknown store operation {verb!r}; known are {', '.join(sorted(VERBS))}")
     return verb

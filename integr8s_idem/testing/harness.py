@@ -1,4 +1,4 @@
-"""`WorkerHarness`: the services of an application in a test, with everything that Kafka and crashes do to them.
+"""`WorkerHarness`: run the services of an application in a test, with redeliveries, crashes and other faults.
 
     @pytest.fixture
     def harness(payments: FakePayments) -> WorkerHarness:
@@ -10,9 +10,9 @@
 
         assert payments.charges == ["1"]
 
-What runs is the real code: the service's own container, with its dispatcher, manager and worker.  In memory are only
-the broker, the store and time.  With `sqlite_file` the store is a SQLite file, for handlers whose outcomes commit with
-what they write.  Background tasks of services run, too.
+The harness runs the real code: the container of the service with its dispatcher, manager and worker.  Only the broker,
+the store and time are simulated in memory.  With `sqlite_file` the store is a SQLite file, for transactional handlers.
+Background tasks of services run as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from integr8s_idem.events import BaseEvent
 from integr8s_idem.records import IdempotencyRecord
 from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.testing.crash_points import CrashPoint
-from integr8s_idem.testing.faults import Fate, Fault
+from integr8s_idem.testing.faults import Fault, PlannedFault
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.harness_run import Running
 from integr8s_idem.testing.memory_broker import StoredMessage
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class NotReachedError(AssertionError):
-    """A crash or a stall was ordered at a point that nobody got to: the test shows nothing about it."""
+    """A crash or stall was requested at a point that was never reached, so the test did not exercise it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -53,10 +53,10 @@ class NotReachedError(AssertionError):
 
 
 class WorkerHarness:
-    """Services of an application, each by one worker, under a test's control.
+    """Runs services of an application, each with one worker, under the control of a test.
 
-    Inside of `async with`, or by the pytest plugin, which enters every harness that is a fixture of a test.  Its time
-    leaps: leases lapse and pauses end at once.  While a handler runs, time passes as ever.
+    Use it in `async with`, or with the pytest plugin, which enters every harness that is a fixture of a test.  Its time
+    jumps forward: leases lapse and pauses end immediately.  While a handler runs, time passes normally.
     """
 
     def __init__(
@@ -71,19 +71,20 @@ class WorkerHarness:
     ) -> None:
         """
         Args:
-            application: What `integr8s-idem run` would run, or one service.
-            services: Those of the platform that are to run; all of them if none is named.
-            fakes: Objects that take the place of what the containers provide, by its type.
-            providers: Dishka providers with `override=True`, for fakes with a scope or dependencies of their own.
-            settings: Settings, or a file of them; ./settings.toml if it is there, as for `run`, if not given.
-                Addresses of servers mean nothing here.
-            overrides: Nested values that win: `{"idempotency": {"max_attempts": 2}}`.  With a file, or none.
-            sqlite_file: Records are in this file instead of memory, as transactions of handlers need it: the store of
-                the settings that containers get is this one.
+            application: The platform that `integr8s-idem run` would run, or one service.
+            services: The services of the platform to run; all if none is named.
+            fakes: Objects that replace those of the containers, by type.
+            providers: Dishka providers with `override=True`, for fakes with their own scope or dependencies.
+            settings: Settings, or a settings file; by default ./settings.toml, if it exists, as for `run`.  Server
+                addresses are ignored.
+            overrides: Nested values that take precedence: `{"idempotency": {"max_attempts": 2}}`.  Not with a
+                `Settings` object.
+            sqlite_file: Keep the records in this file instead of in memory, as transactional handlers need it.  The
+                settings in the containers name this store.
 
         Raises:
             ApplicationError: The platform has no such service.
-            SettingsError: As `load_settings`.
+            SettingsError: The settings are invalid; see `load_settings`.
         """
         platform = application if isinstance(application, Platform) else Platform(application)
         self._services = platform.choose(services)
@@ -95,11 +96,11 @@ class WorkerHarness:
     # Deliveries.
 
     async def publish(self, *events: BaseEvent) -> None:
-        """Deliver `events`, and return once they are settled, with all that comes of them.
+        """Deliver `events`, and wait until they and the events that they cause are settled.
 
         Raises:
-            ApplicationError: No service of this harness reads the topic of one of them.
-            NotSettledError: As `settled`.
+            ApplicationError: No service of this harness reads the topic of an event.
+            NotSettledError: See `settled`.
         """
         for event in events:
             self.send(event)
@@ -109,7 +110,7 @@ class WorkerHarness:
         """Deliver `event` without waiting.
 
         Args:
-            partition: 0 or 1: another one than the event's own is worked on at the same time.
+            partition: 0 or 1; events of different partitions are processed concurrently.
 
         Raises:
             ApplicationError: No service of this harness reads its topic.
@@ -127,7 +128,7 @@ class WorkerHarness:
         key: bytes | None = None,
         partition: int | None = None,
     ) -> None:
-        """Deliver a message as it is, without waiting: another envelope, or what cannot be decoded.
+        """Deliver a raw message without waiting, for example with another envelope or an invalid body.
 
         Raises:
             ApplicationError: No service of this harness reads `topic`.
@@ -141,50 +142,53 @@ class WorkerHarness:
         self._here.world.broker.append(topic, key, value, headers, partition=partition)
 
     async def redeliver(self, event: BaseEvent) -> None:
-        """Deliver the same event once more, as a producer does that has not heard the broker's answer."""
+        """Deliver the same event once more, like a producer that did not get the broker's answer."""
         await self.publish(event)
 
     async def redeliver_all(self) -> None:
-        """Deliver everything once more that was delivered so far, in its order, and return once that is settled."""
+        """Deliver all messages so far once more, in order, and wait until they are settled."""
         self._here.repeat_all()
         await self.settled()
 
     async def settled(self) -> None:
-        """Return once all that was delivered is settled and committed; whoever has crashed has a successor by then, and
-        whoever stood still has come back.
+        """Wait until all delivered messages are settled and committed.
+
+        By then crashed workers have been replaced, and stalled ones have resumed.
 
         Raises:
-            NotSettledError: That does not happen.
+            NotSettledError: The messages do not become settled.
         """
         await self._here.settle()
 
-    # Time, and what goes wrong.
+    # Time and faults.
 
     async def advance(self, seconds: float) -> None:
-        """Let time pass: what is due within `seconds` happens, in its order."""
+        """Advance the time by `seconds`; timers that are due fire in order."""
         await self._here.advance(seconds)
 
     def crash_at(self, point: CrashPoint | str, occurrence: int = 1) -> None:
-        """The worker that gets there dies, as by SIGKILL; another one begins, and takes over when the lease lapses.
+        """Crash the worker that reaches `point`, as by SIGKILL.  A new one takes over when the lease lapses.
 
         Args:
-            point: A `CrashPoint`, or a name of your own that a fake tells by `await harness.reached(name)`.
+            point: A `CrashPoint`, or your own name that a fake reports with `await harness.reached(name)`.
             occurrence: 1 for the first arrival.
         """
-        self._here.world.points.fates.append(Fate("crash", _name(point), occurrence))
+        self._here.world.points.planned.append(PlannedFault("crash", _name(point), occurrence))
 
     def stall_at(self, point: CrashPoint | str, occurrence: int = 1) -> None:
-        """The worker that gets there stands still until another has done its work; then it comes back, a zombie."""
-        self._here.world.points.fates.append(Fate("stall", _name(point), occurrence))
+        """Stall the worker that reaches `point` until another one has done its work; then it resumes as a zombie."""
+        self._here.world.points.planned.append(PlannedFault("stall", _name(point), occurrence))
 
     async def reached(self, name: str) -> None:
-        """For fakes: the handler is at a point of its own, at which a test may let it crash."""
+        """Report a custom point from a fake, at which a test may crash the worker."""
         await self._here.world.points.reached(name)
 
     def suffer(self, fault: Fault) -> None:
-        """Let one of `MISHAPS` happen to what is delivered next."""
+        """Let `fault` happen to the next delivery."""
         if fault.kind in ("crash", "stall"):
-            self._here.world.points.fates.append(Fate("crash" if fault.kind == "crash" else "stall", fault.where))
+            self._here.world.points.planned.append(
+                PlannedFault("crash" if fault.kind == "crash" else "stall", fault.where)
+            )
         elif fault.kind == "lost answer":
             self.store.lose_answer(fault.where)
         elif fault.kind == "outage":
@@ -197,21 +201,21 @@ class WorkerHarness:
         """The store, which can fail: `harness.store.fail_next("complete")`."""
         return self._here.world.store
 
-    # What came of it.
+    # Results.
 
     @property
     def runs(self) -> list[HandlerRun]:
-        """Every run of a handler, in the order in which they began."""
+        """All runs of handlers, in the order in which they started."""
         return list(self._here.world.runs)
 
     @property
     def attempts(self) -> list[int]:
-        """The attempt number of every run of a handler, in the order in which they began."""
+        """The attempt numbers of all runs of handlers, in the order in which they started."""
         return [run.attempt for run in self.runs]
 
     @property
     def published(self) -> list[BaseEvent]:
-        """What handlers have published, each event once, however often it was sent: the next guard drops the rest."""
+        """The events that handlers have published, without repetitions, which the next service would drop."""
         return list(self._here.world.events.published.values())
 
     @property
@@ -222,27 +226,31 @@ class WorkerHarness:
 
     @property
     def duplicates(self) -> int:
-        """Deliveries that were answered by an earlier run's record."""
-        return sum(life.worker.report().tally.duplicates for life in self._here.lives if life.worker is not None)
+        """Number of deliveries answered by the record of an earlier run."""
+        return sum(
+            worker_run.worker.report().tally.duplicates
+            for worker_run in self._here.worker_runs
+            if worker_run.worker is not None
+        )
 
     def messages(self, topic: str | None = None) -> list[StoredMessage]:
-        """Everything that lies in the broker, or in one topic of it, in the order of sending for each partition."""
+        """All messages in the broker, or those of one topic, in order for each partition."""
         return self._here.world.broker.messages(topic)
 
     async def records(self) -> list[IdempotencyRecord]:
-        """What the store remembers, in no order."""
+        """Return all records of the store, unordered."""
         return [record async for record in self.store.inner.scan("")]
 
     @property
     def unreached(self) -> list[str]:
-        """Crashes and stalls that were ordered and have not happened."""
+        """Requested crashes and stalls that have not happened."""
         return self._here.world.points.missed()
 
-    # Its life.
+    # Lifecycle.
 
     @property
     def entered(self) -> bool:
-        """Whether it has begun."""
+        """Whether the harness has been entered."""
         return self._entered is not None
 
     async def __aenter__(self) -> WorkerHarness:
@@ -260,15 +268,15 @@ class WorkerHarness:
         await here.end()
         if kind is None and missed:
             raise NotReachedError(
-                f"nobody got to: {', '.join(missed)}; points that were passed: {', '.join(here.world.points.seen)}"
+                f"not reached: {', '.join(missed)}; reached points: {', '.join(here.world.points.seen)}"
             )
 
     @property
     def _here(self) -> Running:
         if self._entered is None:
             raise RuntimeError(
-                "this harness has not begun: write `async with harness:`, or let a fixture return it, where the "
-                "plugin integr8s_idem.testing.plugin is active"
+                "this harness has not been entered: write `async with harness:`, or return it from a fixture and "
+                "enable the plugin integr8s_idem.testing.plugin"
             )
         return self._entered
 
@@ -281,12 +289,12 @@ def _read(platform: Platform, settings: Settings | Path | None, overrides: Mappi
     if not isinstance(settings, Settings):
         return load_settings(settings, platform.settings_type, overrides=overrides, services=platform.services)
     if overrides:
-        raise ApplicationError("overrides go with a file of settings; these are made already: put them in there")
+        raise ApplicationError("overrides cannot be combined with a Settings object: set the values in the object")
     return settings
 
 
 def _without_servers(settings: Settings, sqlite_file: Path | None) -> Settings:
-    """The same with neither a collector nor a port, and with records in memory or in a file."""
+    """Return the settings without telemetry, with the store in memory or in a file."""
     store: MemoryStoreSettings | SqliteStoreSettings = MemoryStoreSettings(kind="memory")
     if sqlite_file is not None:
         store = SqliteStoreSettings(kind="sqlite", path=str(sqlite_file))
@@ -295,6 +303,6 @@ def _without_servers(settings: Settings, sqlite_file: Path | None) -> Settings:
 
 
 def _sqlite_store() -> SqliteStore:
-    from integr8s_idem.testing.sqlite_store import SqliteStore  # the drivers of databases are extras
+    from integr8s_idem.testing.sqlite_store import SqliteStore  # database drivers are extras
 
     return SqliteStore()

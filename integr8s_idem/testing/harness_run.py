@@ -1,4 +1,4 @@
-"""What a `WorkerHarness` has while it runs: a world, the workers in it, and the time that leaps for them."""
+"""The state of an entered `WorkerHarness`: its world, its workers and its clock."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from integr8s_idem.testing.worker_run import WorkerRun, World
 if TYPE_CHECKING:
     from integr8s_idem.testing.sqlite_store import SqliteStore
 
-PATIENCE_SECONDS: Final = 3600.0
-"""Of leaping time, in which everything must be settled."""
+SIMULATED_LIMIT_SECONDS: Final = 3600.0
+"""Limit of simulated time until everything must be settled."""
 
-REAL_PATIENCE_SECONDS: Final = 20.0
-"""Of the test's own time."""
+REAL_LIMIT_SECONDS: Final = 20.0
+"""Limit of real time until everything must be settled."""
 
 TICK_SECONDS: Final = 0.001
-"""How long to wait for a handler that waits for something outside of the event loop."""
+"""Real time to wait while a handler waits for something outside the event loop."""
 
 
 class NotSettledError(AssertionError):
-    """What was delivered does not come to an end."""
+    """The delivered messages do not become settled."""
 
     def __init__(self, still_open: str) -> None:
         super().__init__(still_open)
@@ -45,12 +45,12 @@ class NotSettledError(AssertionError):
 
 
 class Running:
-    """Workers under way."""
+    """The workers of an entered harness."""
 
     def __init__(
         self, settings: Settings, services: Sequence[Service], overrides: Overrides, sqlite: SqliteStore | None
     ) -> None:
-        """`sqlite`: the store in a file; records are in memory if there is none."""
+        """`sqlite`: the store in a file; if `None`, records are in memory."""
         loop = asyncio.get_running_loop()
         began = loop.time()
 
@@ -61,90 +61,100 @@ class Running:
         inner = MemoryIdempotencyRepository(clock=now) if sqlite is None else sqlite.repository
         self.world = World(settings, broker, FlakyStore(inner), overrides, sqlite=sqlite)
         self.publisher = self.world.publisher()
-        self.lives: list[WorkerRun] = []
-        """The present one of each service last."""
+        self.worker_runs: list[WorkerRun] = []
+        """All runs of workers; the last one of each service is the current one."""
         self.repeats_all = False
-        """Everything is to be delivered once more when it is settled."""
+        """Whether to deliver all messages once more when they are settled."""
         self._services = services
         self._loop = loop
         self._time: FastForward
         self._stack = ExitStack()
 
     async def begin(self) -> None:
-        """Let every service join its group."""
+        """Start a worker for every service and wait until it has joined its group."""
         self._time = fast_forward()
         self._stack.enter_context(processes_in_loop())
         if self.world.sqlite is not None:
             self._stack.enter_context(self.world.sqlite.connections.watched())
         try:
-            self.lives += [WorkerRun(self.world, service, 1) for service in self._services]
-            await self.until(lambda: all(life.joined for life in self.lives))
+            self.worker_runs += [WorkerRun(self.world, service, 1) for service in self._services]
+            await self.until(lambda: all(worker_run.joined for worker_run in self.worker_runs))
             self.world.overrides.check()
         except BaseException:
             await self.end(drain=False)
             raise
 
     async def end(self, *, drain: bool = True) -> None:
-        """Let every worker end, and clear away what is left of those that died."""
+        """Stop all workers, and clean up after those that crashed."""
         try:
-            living = [life for life in self.lives if drain and life.process.running and not life.over]
-            for life in living:
-                life.stop()
-            for life in living:
-                await self.until(lambda over=life: over.over)  # type: ignore[misc]  # bound to this one
-                await life.ended()
+            living = [
+                worker_run
+                for worker_run in self.worker_runs
+                if drain and worker_run.process.running and not worker_run.over
+            ]
+            for worker_run in living:
+                worker_run.stop()
+            for worker_run in living:
+                await self.until(lambda over=worker_run: over.over)  # type: ignore[misc]  # binds the loop variable
+                await worker_run.ended()
         finally:
-            for life in self.lives:
-                await life.process.bury()
-                await self._close_connections(life)
+            for worker_run in self.worker_runs:
+                await worker_run.process.bury()
+                await self._close_connections(worker_run)
             self._stack.close()
 
     def topics(self) -> set[str]:
-        """Those that are read here."""
-        return {topic for life in self.lives if life.worker is not None for topic in life.worker.topics}
+        """Return the topics that the workers read."""
+        return {
+            topic
+            for worker_run in self.worker_runs
+            if worker_run.worker is not None
+            for topic in worker_run.worker.topics
+        }
 
     def repeat_all(self) -> None:
-        """Put everything into the broker once more that is read here, in its order."""
+        """Append all messages of the workers' topics to the broker once more, in order."""
         broker, topics = self.world.broker, self.topics()
         for message in [each for each in broker.messages() if not each.is_copy and each.topic in topics]:
             broker.repeat(message)
 
     def present(self) -> list[WorkerRun]:
-        """The life of each service that counts."""
-        return list({life.service.name: life for life in self.lives}.values())
+        """Return the current worker run of each service."""
+        return list({worker_run.service.name: worker_run for worker_run in self.worker_runs}.values())
 
     def is_settled(self) -> bool:
         present = self.present()
         return all(
-            life.process.running and life.joined and life.at_rest and life.behind == 0 for life in present
-        ) and all(life.at_rest for life in self.lives if life.process.running)
+            worker_run.process.running and worker_run.joined and worker_run.at_rest and worker_run.lag == 0
+            for worker_run in present
+        ) and all(worker_run.at_rest for worker_run in self.worker_runs if worker_run.process.running)
 
     async def settle(self) -> None:
-        """Return once everything is settled, and the outboxes are empty.
+        """Wait until everything is settled and the outboxes are empty.
 
         Raises:
-            NotSettledError: That does not happen.
+            NotSettledError: This does not happen in time.
         """
         limits = self._limits()
         while True:
             await self.until(self.is_settled)
-            if await self._waits_to_be_sent():
-                self._check_patience(limits)
+            if await self._has_unsent_events():
+                self._check_limits(limits)
                 await self._pass_time()
                 await self._rest()
-            elif not self.go_on():
+            elif not self.continue_when_settled():
                 return
 
-    async def _waits_to_be_sent(self) -> bool:
-        """Whether a transaction has left events that no relay has published yet."""
-        outboxes = [life.outbox for life in self.present() if life.outbox is not None]
+    async def _has_unsent_events(self) -> bool:
+        """Whether an outbox contains events that the relay has not published yet."""
+        outboxes = [worker_run.outbox for worker_run in self.present() if worker_run.outbox is not None]
         return any([await outbox.count() for outbox in outboxes])
 
-    def go_on(self) -> bool:
-        """All is settled: what was to happen then happens now.  Whether there was something."""
-        zombies = [life for life in self.lives if life.process.stalled]
-        for life in zombies:
-            life.process.resume()
+    def continue_when_settled(self) -> bool:
+        """Resume stalled workers, or repeat all messages; return whether there was anything to do."""
+        zombies = [worker_run for worker_run in self.worker_runs if worker_run.process.stalled]
+        for worker_run in zombies:
+            worker_run.process.resume()
         if not zombies and self.repeats_all:
             self.repeats_all = False
             self.repeat_all()
@@ -154,47 +164,49 @@ class Running:
     # Time.
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Let everything go on that can, and time leap where nothing can, until it is so.
+        """Run all tasks, and advance the time when none can run, until `condition` is true.
 
         Raises:
-            NotSettledError: It never is.
+            NotSettledError: `condition` does not become true in time.
         """
         limits = self._limits()
         while True:
             await self._rest()
             if condition():
                 return
-            self._check_patience(limits)
+            self._check_limits(limits)
             await self._pass_time()
 
     async def _pass_time(self) -> None:
-        """Leap to the next timer, unless something goes on that takes real time."""
+        """Advance to the next timer, unless something takes real time."""
         if self._is_busy():
             await asyncio.sleep(TICK_SECONDS)
         elif (timer := self._time.next_timer()) is not None:
             self._time.leap(timer - self._loop.time())
 
     def _limits(self) -> tuple[float, float]:
-        """When patience ends: by the clock of the loop, and by that of the test."""
-        return self._loop.time() + PATIENCE_SECONDS, real_time.monotonic() + REAL_PATIENCE_SECONDS
+        """Return the time limits by the clock of the loop and by the real clock."""
+        return self._loop.time() + SIMULATED_LIMIT_SECONDS, real_time.monotonic() + REAL_LIMIT_SECONDS
 
-    def _check_patience(self, limits: tuple[float, float]) -> None:
+    def _check_limits(self, limits: tuple[float, float]) -> None:
         if self._loop.time() > limits[0] or real_time.monotonic() > limits[1]:
             raise NotSettledError(self._what_is_open())
 
     def _is_busy(self) -> bool:
-        """Whether something goes on outside of the event loop, for all that one can know."""
-        if any(life.busy for life in self.lives if life.process.running):
+        """Whether something may be running outside the event loop."""
+        if any(worker_run.busy for worker_run in self.worker_runs if worker_run.process.running):
             return True
         sqlite = self.world.sqlite
-        return sqlite is not None and (sqlite.connections.is_in_use() or any(life.starting for life in self.lives))
+        return sqlite is not None and (
+            sqlite.connections.is_in_use() or any(worker_run.starting for worker_run in self.worker_runs)
+        )
 
-    async def _close_connections(self, life: WorkerRun) -> None:
+    async def _close_connections(self, worker_run: WorkerRun) -> None:
         if self.world.sqlite is not None:
-            await self.world.sqlite.connections.close_of(life.process)
+            await self.world.sqlite.connections.close_of(worker_run.process)
 
     async def advance(self, seconds: float) -> None:
-        """Let `seconds` pass, timer by timer."""
+        """Advance by `seconds`, timer by timer."""
         end = self._loop.time() + seconds
         while True:
             await self._rest()
@@ -207,30 +219,31 @@ class Running:
 
     async def _rest(self) -> None:
         await self._time.rest()
-        for life in self.lives:
-            if life.over and not self._is_ending(life):
-                await life.ended()  # raises what it ended by
-        for life in self.present():
-            if not life.process.running:
-                life.lose()
-                if life.process.dead:
-                    await self._close_connections(life)
-                self.lives.append(WorkerRun(self.world, life.service, life.number + 1))
+        for worker_run in self.worker_runs:
+            if worker_run.over and not self._is_ending(worker_run):
+                await worker_run.ended()  # raises its error
+        for worker_run in self.present():
+            if not worker_run.process.running:
+                worker_run.lose()
+                if worker_run.process.dead:
+                    await self._close_connections(worker_run)
+                self.worker_runs.append(WorkerRun(self.world, worker_run.service, worker_run.number + 1))
                 await self._time.rest()
 
-    def _is_ending(self, life: WorkerRun) -> bool:
-        return life.told_to_stop or life.process.dead
+    def _is_ending(self, worker_run: WorkerRun) -> bool:
+        return worker_run.is_stopping or worker_run.process.dead
 
     def _what_is_open(self) -> str:
-        told = []
-        for life in self.present():
-            if life.worker is None or not life.joined:
-                told.append(f"{life.process.name} has not joined")
+        states = []
+        for worker_run in self.present():
+            if worker_run.worker is None or not worker_run.joined:
+                states.append(f"{worker_run.process.name} has not joined")
                 continue
-            report = life.worker.report()
-            told.append(
-                f"{life.process.name} is {report.state}{f' ({report.reason})' if report.reason else ''}, "
-                f"{life.behind} messages behind, {life.busy} handlers running, {report.in_flight} events in hand"
+            report = worker_run.worker.report()
+            states.append(
+                f"{worker_run.process.name} is {report.state}{f' ({report.reason})' if report.reason else ''}, "
+                f"{worker_run.lag} uncommitted messages, {worker_run.busy} running handlers, "
+                f"{report.in_flight} events in flight"
             )
         down = ", ".join(sorted(self.world.store.down))
-        return "; ".join(told) + (f"; the store is made not to answer: {down}" if down else "")
+        return "; ".join(states) + (f"; store operations switched off by the test: {down}" if down else "")

@@ -1,4 +1,4 @@
-"""A broker in memory for the real worker: logs by partition, offsets by group, one member of a group at a time."""
+"""An in-memory broker for the real worker, with one member per consumer group."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from aiokafka.errors import CommitFailedError
 from integr8s_idem.worker.kafka_protocols import Partition
 
 PARTITIONS: Final = 2
-"""Of each topic."""
+"""Number of partitions of each topic."""
 
 IDLE_SECONDS: Final = 1.0
-"""Least wait of a poll that finds nothing: time leaps from one to the next."""
+"""Minimum wait of a poll without messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """A message where it lies."""
+    """A message in a partition of the broker."""
 
     topic: str
     partition: int
@@ -32,7 +32,7 @@ class StoredMessage:
     timestamp: int
     """Milliseconds since 1970, UTC, by the clock of the test."""
     is_copy: bool = False
-    """It was put there to be the same as an earlier one."""
+    """Whether it repeats an earlier message."""
 
 
 @dataclass(slots=True)
@@ -42,10 +42,10 @@ class _Group:
 
 
 class MemoryBroker:
-    """Topics appear when they are named."""
+    """An in-memory broker that creates topics on first use."""
 
     def __init__(self, now_ms: Callable[[], int]) -> None:
-        """`now_ms`: milliseconds since 1970."""
+        """`now_ms`: returns milliseconds since 1970."""
         self.logs: dict[Partition, list[StoredMessage]] = {}
         self.groups: dict[str, _Group] = {}
         self._now_ms = now_ms
@@ -59,13 +59,13 @@ class MemoryBroker:
         *,
         partition: int | None = None,
     ) -> StoredMessage:
-        """Take a message.  `partition`: where the key belongs, if not given; the first for one without a key."""
+        """Append a message.  `partition`: chosen by the key if not given; the first for a message without a key."""
         if partition is None:
             partition = zlib.crc32(key) % PARTITIONS if key is not None else 0
         return self._put(StoredMessage(topic, partition, 0, key, value, tuple(headers), self._now_ms()))
 
     def repeat(self, message: StoredMessage) -> None:
-        """Put the same message once more behind all others of its partition."""
+        """Append a message once more to its partition."""
         self._put(replace(message, is_copy=True, timestamp=self._now_ms()))
 
     def _put(self, message: StoredMessage) -> StoredMessage:
@@ -84,23 +84,23 @@ class MemoryBroker:
         return self.groups.setdefault(name, _Group())
 
     def messages(self, topic: str | None = None) -> list[StoredMessage]:
-        """All of them, or those of one topic; partition by partition."""
+        """Return all messages, or those of one topic, by partition."""
         return [each for at, log in self.logs.items() if topic in (None, at.topic) for each in log]
 
     def leave(self, consumer: MemoryConsumer) -> None:
-        """It is no member any more, by its own word or because its session ended."""
+        """Remove `consumer` from its group, because it left or its session expired."""
         group = self.group(consumer.group)
         if group.member is consumer:
             group.member = None
 
-    def behind(self, group: str, topics: Collection[str]) -> int:
-        """Messages of `topics` that this group has not committed."""
+    def lag(self, group: str, topics: Collection[str]) -> int:
+        """Return the number of messages of `topics` that the group has not committed."""
         committed = self.group(group).committed
         return sum(len(log) - committed.get(at, 0) for at, log in self.logs.items() if at.topic in topics)
 
 
 class MemoryConsumer:
-    """What the worker takes for `AIOKafkaConsumer`.  Whoever joins gets all partitions: the member before is out."""
+    """A replacement for `AIOKafkaConsumer`.  A consumer that joins gets all partitions, and its predecessor none."""
 
     def __init__(self, broker: MemoryBroker, group: str) -> None:
         self.group = group
@@ -121,9 +121,9 @@ class MemoryConsumer:
     async def start(self) -> None:
         group = self._broker.group(self.group)
         group.member = self
-        ours = [Partition(topic, number) for topic in self._topics for number in range(PARTITIONS)]
-        self._positions = {partition: group.committed.get(partition, 0) for partition in ours}
-        await self._listener.on_partitions_assigned(set(ours))
+        assigned = [Partition(topic, number) for topic in self._topics for number in range(PARTITIONS)]
+        self._positions = {partition: group.committed.get(partition, 0) for partition in assigned}
+        await self._listener.on_partitions_assigned(set(assigned))
 
     async def stop(self) -> None:
         if self.is_member:

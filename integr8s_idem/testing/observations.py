@@ -1,4 +1,4 @@
-"""What a harness has seen of a service."""
+"""Handler runs and dead letters recorded by a harness."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from integr8s_idem.worker.dead_letters import PREFIX
 
 @dataclass(slots=True)
 class HandlerRun:
-    """One run of a handler, from its begin on."""
+    """One run of a handler, recorded from its start."""
 
     service: str
     handler: str
     event: BaseEvent
     attempt: int
-    """1 for the first; more means that an earlier run failed, was stopped or crashed."""
+    """1 for the first attempt; higher if earlier runs failed, were stopped or crashed."""
     how: str = "running"
-    """running, returned, cancelled, the name of the error that it raised, or crashed."""
+    """running, returned, cancelled, crashed, or the class name of the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,20 @@ class DeadLetterSeen:
     reason: str
     """handler_failed, previously_failed, key_reused, malformed, …"""
     error: str
-    """Class and message of the error, shortened if it is long."""
+    """Class and message of the error, shortened if necessary."""
     attempts: int
     headers: Mapping[str, bytes]
-    """All of them; of a name that stands there twice the last."""
+    """All headers; for repeated names the last value."""
     value: bytes | None
 
     @classmethod
     def of(cls, message: StoredMessage) -> DeadLetterSeen:
-        """Read one from the message in its topic."""
+        """Parse a message of a dead-letter topic."""
         headers = dict(message.headers)
 
-        def told(name: str) -> str:
+        def text(name: str) -> str:
             return headers.get(PREFIX + name, b"").decode()
 
         return cls(
-            message.topic, told("reason"), told("error-message"), int(told("attempts") or 0), headers, message.value
+            message.topic, text("reason"), text("error-message"), int(text("attempts") or 0), headers, message.value
         )

@@ -1,9 +1,9 @@
-"""A pytest plugin: harnesses that are fixtures of a test run with it, and all that can go wrong comes by parameter.
+"""A pytest plugin that enters the harnesses of a test, with fixtures for crash points and faults.
 
     # conftest.py
     pytest_plugins = ["integr8s_idem.testing.plugin"]
 
-Tests are async functions, run by pytest-asyncio or by anyio on asyncio: the plugin knows neither.
+Tests are async functions, run by pytest-asyncio or by anyio on asyncio; the plugin depends on neither.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from integr8s_idem.testing.crash_points import CrashPoint
 from integr8s_idem.testing.embedded_harness import EmbeddedHarness
-from integr8s_idem.testing.faults import CRASHES, MISHAPS, Fault
+from integr8s_idem.testing.faults import CRASHES, FAULTS, Fault
 from integr8s_idem.testing.harness import NotReachedError, WorkerHarness
 
 if TYPE_CHECKING:
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 __all__ = ["crash_point", "embedded_servers", "fault"]
 
-_ALL_OF_THEM: Final = frozenset({"crash_point", "fault"})
-"""Fixtures that go through everything there is, whether a service gets there or not."""
+_PARAMETRIZED: Final = frozenset({"crash_point", "fault"})
+"""Fixtures with all points and faults, including those that a service does not reach."""
 
 
 @pytest.fixture(params=CRASHES, ids=lambda point: point.value)
 def crash_point(request: pytest.FixtureRequest) -> CrashPoint:
-    """Each point at which a worker can die, for `harness.crash_at(crash_point)`.
+    """Each point at which a worker can crash, for `harness.crash_at(crash_point)`.
 
-    The test is skipped at points that its service does not get to, as without outgoing events.
+    The test is skipped for points that its service does not reach, for example without outgoing events.
     """
     point: CrashPoint = request.param
     return point
 
 
-@pytest.fixture(params=MISHAPS, ids=str)
+@pytest.fixture(params=FAULTS, ids=str)
 def fault(request: pytest.FixtureRequest) -> Fault:
-    """Each thing that can go wrong, for `harness.suffer(fault)`: crashes, stalls, lost answers, outages, redelivery.
+    """Each fault, for `harness.suffer(fault)`: crashes, stalls, lost answers, outages, redelivery.
 
-    The test is skipped at points that its service does not get to.
+    The test is skipped for points that its service does not reach.
     """
     found: Fault = request.param
     return found
@@ -52,7 +52,7 @@ def fault(request: pytest.FixtureRequest) -> Fault:
 
 @pytest.fixture(scope="session")
 def embedded_servers() -> Iterator[EmbeddedServers]:
-    """A Kafka (an emulator) and a Redis for all tests of the session, for `EmbeddedHarness`."""
+    """A Kafka emulator and a Redis server for all tests of the session, for `EmbeddedHarness`."""
     from integr8s_idem.embedded import EmbeddedKafka, EmbeddedRedis, EmbeddedServers
 
     kafka, redis = EmbeddedKafka(), EmbeddedRedis(durable=True)
@@ -67,7 +67,7 @@ def embedded_servers() -> Iterator[EmbeddedServers]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Run the test inside of its harnesses."""
+    """Run the test inside its harnesses."""
     harnesses = _harnesses(item)
     if not harnesses:
         return (yield)
@@ -77,7 +77,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     try:
         return (yield)
     except NotReachedError as error:
-        if not _ALL_OF_THEM & set(item.fixturenames):
+        if not _PARAMETRIZED & set(item.fixturenames):
             raise
         pytest.skip(str(error))
     finally:
@@ -94,7 +94,9 @@ def _inside(
     harnesses: list[WorkerHarness | EmbeddedHarness], test: Callable[..., Awaitable[None]]
 ) -> Callable[..., Awaitable[None]]:
     if not inspect.iscoroutinefunction(test):
-        pytest.fail("a test that uses a harness is an async function, run by pytest-asyncio or anyio", pytrace=False)
+        pytest.fail(
+            "a test that uses a harness must be an async function, run by pytest-asyncio or anyio", pytrace=False
+        )
 
     @functools.wraps(test)
     async def inside(*args: Any, **kwargs: Any) -> None:

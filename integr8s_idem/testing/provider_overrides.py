@@ -1,4 +1,4 @@
-"""Fakes in the containers of services, in place of what their providers provide."""
+"""Replace dependencies in the containers of services with fakes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Wrap: TypeAlias = Callable[[IdempotencyRepository], IdempotencyRepository]
 
 
 class Overrides:
-    """What takes the place of what, by type.  The test's own goes before the kit's."""
+    """Replacements for dependencies by type.  Fakes of the test take precedence over objects of the harness."""
 
     def __init__(self, fakes: Mapping[Any, object], providers: Sequence[BaseProvider]) -> None:
         """
         Args:
-            fakes: Objects by the type that handlers ask for.
-            providers: Providers that override, where a fake needs a scope or dependencies of its own.
+            fakes: Objects by the type that they replace.
+            providers: Overriding providers, for fakes with their own scope or dependencies.
         """
         self._fakes = fakes
         self._providers = providers
@@ -35,14 +35,14 @@ class Overrides:
     def container(
         self, service: Service, settings: Settings, kit: Mapping[Any, object], wrap: Wrap | None = None
     ) -> AsyncContainer:
-        """The container of `service`, with what overrides its providers.
+        """Make the container of `service` with the replacements.
 
         Args:
             kit: Objects of the harness by type, for types that the container provides.
-            wrap: Called with the repository that the container makes; returns the one that it gives.
+            wrap: Called with the container's repository; returns its replacement.
 
         Raises:
-            ApplicationError: The container cannot be made, or its factory takes no providers.
+            ApplicationError: The container cannot be made, or its factory does not accept providers.
         """
         provided = _provided_by(make_container(service, settings))
         self._provided |= provided
@@ -50,25 +50,25 @@ class Overrides:
         added = Provider(scope=Scope.APP)
         for kind, fake in {**kit, **self._fakes}.items():
             if kind in provided:
-                added.provide(_giving(fake), provides=kind, override=True)
+                added.provide(_constant(fake), provides=kind, override=True)
         if wrap is not None and IdempotencyRepository in provided:
             added.decorate(wrap, provides=IdempotencyRepository)
         return make_container(service.with_providers(added, *self._providers), settings)
 
     def check(self) -> None:
-        """Once all containers are made.
+        """Check that all fakes are used, after all containers have been made.
 
         Raises:
-            ApplicationError: A fake is for something that no service has.
+            ApplicationError: No service provides the type of a fake.
         """
         if self._missing:
             names = ", ".join(sorted(_name(each) for each in self._missing))
             known = ", ".join(sorted(_name(each) for each in self._provided))
-            raise ApplicationError(f"a fake takes the place of what no service provides: {names}; provided: {known}")
+            raise ApplicationError(f"no service provides the type of these fakes: {names}; provided: {known}")
 
 
 def _provided_by(container: AsyncContainer) -> set[Any]:
-    """The types that a container provides, in any scope.  Nothing of it is made."""
+    """Return the types that a container provides in any scope, without making them."""
     registry: Registry | None = container.registry
     provided: set[Any] = set()
     while registry is not None:
@@ -77,7 +77,7 @@ def _provided_by(container: AsyncContainer) -> set[Any]:
     return provided
 
 
-def _giving(fake: object) -> Callable[[], object]:
+def _constant(fake: object) -> Callable[[], object]:
     def give() -> object:
         return fake
 

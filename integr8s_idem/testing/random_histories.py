@@ -1,4 +1,4 @@
-"""Random histories of a store, each answer compared with `Model`.  Needs hypothesis."""
+"""Compare the answers of a store in random histories with `Model`.  Needs hypothesis."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _P = ParamSpec("_P")
 _Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 _SLACK = timedelta(seconds=4)
-"""Real time that may pass within one history: less than the smallest step between two times below.
+"""Real time that one history may take: less than the smallest step between two times below.
 
-A history that takes longer, on a machine that stalls, is compared no further: whose lease is over is then open."""
+A history that takes longer, on a stalled machine, is not compared further, because leases may have expired."""
 
-# Multiples of ten, passed by odd steps: no time comes to lie just after "now".
+# Multiples of ten, advanced by odd steps, so that no time is just after the current one.
 _LEASES = st.sampled_from([10, 30, 50])
 _RETENTIONS = st.sampled_from([60, 200])
 _TTLS = st.sampled_from([40, 400])
@@ -52,7 +52,7 @@ _RESULTS = st.none() | st.builds(StoredResult, st.binary(max_size=60), st.sample
 
 @dataclass(frozen=True, slots=True)
 class HistorySize:
-    """How much to try."""
+    """The number of histories and of steps in each."""
 
     histories: int = 50
     steps: int = 30
@@ -67,14 +67,14 @@ async def check_histories(
     """Compare random histories with the model.
 
     Args:
-        repository: The store, empty or not: each history has keys of its own.
+        repository: The store.  It may contain records: each history uses its own keys.
         advance: Moves the clock of the store.
-        size: How much to try.
-        stopwatch: Seconds of real time.
+        size: The number of histories and steps.
+        stopwatch: Returns seconds of real time.
 
     Raises:
-        AssertionError: An answer differs from that of the model, shown with the shortest history that does so.  Or most
-            histories took longer than four seconds of real time, so that little was compared.
+        AssertionError: An answer differs from the model, shown with the shortest such history; or most histories took
+            longer than four seconds of real time, so that little was compared.
     """
     loop = asyncio.get_running_loop()
     histories: list[_History] = []
@@ -86,10 +86,10 @@ async def check_histories(
         histories.append(_History(repository, advance, run, stopwatch))
         return histories[-1]
 
-    # Hypothesis is not asynchronous: it runs beside the loop, and each step on it.
+    # Hypothesis is synchronous: it runs in a thread, and each step on the loop.
     await asyncio.to_thread(
         run_state_machine_as_test,
-        machine,  # type: ignore[arg-type]  # anything that makes one will do
+        machine,  # type: ignore[arg-type]  # any factory is accepted
         settings=settings(
             max_examples=size.histories,
             stateful_step_count=size.steps,
@@ -98,33 +98,33 @@ async def check_histories(
             suppress_health_check=list(HealthCheck),
         ),
     )
-    drawn_out = sum(history.drawn_out for history in histories)
-    assert drawn_out * 2 <= len(histories), (
-        f"{drawn_out} of {len(histories)} histories took longer than {_SLACK.total_seconds():g} s, "
-        "and were not compared to their ends: use a faster server, or fewer `steps` in HistorySize"
+    timed_out = sum(history.timed_out for history in histories)
+    assert timed_out * 2 <= len(histories), (
+        f"{timed_out} of {len(histories)} histories took longer than {_SLACK.total_seconds():g} s, "
+        "and were not compared completely: use a faster server, or fewer `steps` in HistorySize"
     )
 
 
-class _DrawnOutError(Exception):
-    """So much real time has passed that the model does not know which leases are over."""
+class _TimedOutError(Exception):
+    """So much real time has passed that the model does not know which leases have expired."""
 
 
 def _in_time(
     step: Callable[Concatenate[_History, _P], None],
 ) -> Callable[Concatenate[_History, _P], None]:
-    """Do nothing more in a history that was drawn out.
+    """Skip the step if the history took too long.
 
-    It is not ended: Hypothesis takes histories that end here once and there another time for an error.
+    The history is not ended, because Hypothesis reports histories that end at different steps as flaky.
     """
 
     @functools.wraps(step)
     def _step(self: _History, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        if self.drawn_out:
+        if self.timed_out:
             return
         try:
             step(self, *args, **kwargs)
-        except _DrawnOutError:
-            self.drawn_out = True
+        except _TimedOutError:
+            self.timed_out = True
 
     return _step
 
@@ -134,7 +134,7 @@ def _tokens() -> Iterator[bytes]:
 
 
 class _History(RuleBasedStateMachine):
-    """One history: a handful of keys, wishes old and new, owners old and new."""
+    """One history: a few keys, with current and former requests and owners."""
 
     def __init__(
         self,
@@ -149,18 +149,18 @@ class _History(RuleBasedStateMachine):
         self._run = run
         self._stopwatch = stopwatch
         self._began = stopwatch()
-        self.drawn_out = False
+        self.timed_out = False
         self.root = f"histories:{uuid4().hex}:"
         self.model = Model()
         self.tokens = _tokens()
-        self.wishes: list[ReserveRequest] = []
+        self.requests: list[ReserveRequest] = []
         self.reservations: dict[Owner, Reserved] = {}
         self.highest: dict[str, int] = {}
 
     def run(self, step: Coroutine[Any, Any, _T]) -> _T:
         answer: _T = self._run(step)
         if self._stopwatch() - self._began >= _SLACK.total_seconds():
-            raise _DrawnOutError
+            raise _TimedOutError
         return answer
 
     @rule(
@@ -170,7 +170,7 @@ class _History(RuleBasedStateMachine):
     )
     @_in_time
     def reserve(self, wanted: list[tuple[str, bytes | None, bool]], lease: int, life: int) -> None:
-        wishes = [
+        requests = [
             ReserveRequest(
                 key=self.root + key,
                 token=next(self.tokens),
@@ -181,30 +181,35 @@ class _History(RuleBasedStateMachine):
             )
             for key, fingerprint, alone in wanted
         ]
-        self.wishes += wishes
-        self._reserve(wishes)
+        self.requests += requests
+        self._reserve(requests)
 
     @rule(which=st.integers(0, 200))
     @_in_time
     def reserve_again_as_if_the_answer_was_lost(self, which: int) -> None:
-        if not self.wishes:
+        if not self.requests:
             return
-        wish = self.wishes[which % len(self.wishes)]
-        found = self.model.record(wish.key)
-        # A wish repeated after its own release may be answered either way.
-        if found is None or not found.released or found.owner.token != wish.token:
-            self._reserve([wish])
+        request = self.requests[which % len(self.requests)]
+        found = self.model.record(request.key)
+        # A request repeated after its own release may be answered either way.
+        if found is None or not found.released or found.owner.token != request.token:
+            self._reserve([request])
 
-    def _reserve(self, wishes: list[ReserveRequest]) -> None:
-        verdicts = self.run(self.repository.reserve(wishes))
-        assert len(verdicts) == len(wishes)
-        for wish, verdict in zip(wishes, verdicts, strict=True):
+    def _reserve(self, requests: list[ReserveRequest]) -> None:
+        verdicts = self.run(self.repository.reserve(requests))
+        assert len(verdicts) == len(requests)
+        for request, verdict in zip(requests, verdicts, strict=True):
             turns = self.model.turns
             name, record = self.model.reserve(
-                wish.key, wish.token, _seconds(wish.lease), _seconds(wish.retention), wish.fingerprint, wish.alone
+                request.key,
+                request.token,
+                _seconds(request.lease),
+                _seconds(request.retention),
+                request.fingerprint,
+                request.alone,
             )
             assert type(verdict).__name__ == name
-            assert verdict.key == wish.key
+            assert verdict.key == request.key
             self._compare(verdict, record, self.model.now)
             if isinstance(verdict, Reserved):
                 self._remember(verdict, record.owner, new=self.model.turns > turns)
@@ -236,7 +241,7 @@ class _History(RuleBasedStateMachine):
     def _any(self, which: int) -> tuple[Owner, Reserved] | None:
         if not self.reservations:
             return None
-        # Counted from the newest: that is who most likely still owns its key.
+        # Counted from the newest, which most likely still owns its key.
         owners = list(self.reservations)
         owner = owners[-1 - which % len(owners)]
         return owner, self.reservations[owner]

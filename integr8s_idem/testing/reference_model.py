@@ -1,6 +1,6 @@
-"""What a store should answer, in the fewest words: the yardstick of the contract suite.
+"""A minimal model of a store, with which the contract suite compares answers.
 
-One dictionary, whole seconds, no fences: the suite checks of a fence only that it grows.
+It has one dictionary, whole seconds and no fences: the suite only checks that fences grow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Owner:
     key: str
     token: bytes
     turn: int
-    """Grows with every reservation, as fences do."""
+    """Grows with every reservation, like a fence."""
 
 
 @dataclass(slots=True)
@@ -45,21 +45,21 @@ class ModelRecord:
 
 @dataclass(slots=True)
 class Model:
-    """A store that is right because there is nothing to it."""
+    """A store that is simple enough to be obviously correct."""
 
     now: int = 0
     turns: int = 0
     records: dict[str, ModelRecord] = field(default_factory=dict)
 
     def record(self, key: str) -> ModelRecord | None:
-        """The record as it stands now."""
+        """Return the current record, or `None`."""
         found = self.records.get(key)
         return found if found is not None and found.expires > self.now else None
 
     def reserve(
         self, key: str, token: bytes, lease: int, retention: int, fingerprint: bytes | None, alone: bool
     ) -> tuple[str, ModelRecord]:
-        """The name of the verdict, and the record behind it."""
+        """Return the name of the verdict and its record."""
         found = self.record(key)
         if found is not None and found.status == RESERVED:
             previous = "released" if found.released else "lapsed"
@@ -111,7 +111,7 @@ class Model:
         return self.records[key]
 
     def owned(self, owner: Owner) -> ModelRecord | None:
-        """The record, if this reservation still owns it."""
+        """Return the record if this reservation still owns it."""
         found = self.record(owner.key)
         return found if found is not None and found.owner == owner and found.status == RESERVED else None
 
@@ -132,11 +132,11 @@ class Model:
         return True
 
     def settle(self, owner: Owner, status: str, ttl: int, outcome: object) -> bool:
-        """Complete or fail, by `status`."""
+        """Complete or fail a record, depending on `status`."""
         found = self.owned(owner)
         if found is None:
-            twin = self.record(owner.key)
-            return twin is not None and twin.owner == owner and twin.status == status
+            current = self.record(owner.key)
+            return current is not None and current.owner == owner and current.status == status
         found.status, found.expires, found.outcome = status, self.now + ttl, outcome
         return True
 
@@ -146,7 +146,7 @@ class Model:
         return int(there)
 
     def active(self) -> int:
-        """How many leases hold now."""
+        """Return the number of active leases."""
         living = [record for key in self.records if (record := self.record(key)) is not None]
         return sum(
             record.status == RESERVED and not record.released and record.lease_until > self.now for record in living

@@ -1,8 +1,8 @@
-"""Processes within the event loop of a test: each can die between any two steps, or stand still for a while.
+"""Simulated processes in the event loop of a test, which can crash between any two steps, or stall for a while.
 
-Which process a task belongs to is told by a context variable, which asyncio hands on by itself; every task of a process
-takes its steps through here.  One that is dead takes none any more: no `except`, no `finally`, as after SIGKILL.  One
-that stands still takes them when it goes on, as after SIGSTOP and SIGCONT.  Threads are not part of it: they run on.
+A context variable, inherited by tasks, identifies the process of a task, and this module runs each of its steps.  The
+tasks of a crashed process take no more steps, not even `except` or `finally`, as after SIGKILL.  Those of a stalled
+process continue later, as after SIGSTOP and SIGCONT.  Threads are not simulated.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from integr8s_idem._util.context_vars import SIMULATED_PROCESS
 
 T = TypeVar("T")
 
-LAST_WORDS: Final = 10
-"""How often what is left of the dead is told to end, before it is left to the garbage collector."""
+MAX_CANCELLATIONS: Final = 10
+"""How often to cancel the coroutine of a dead process before leaving it to the garbage collector."""
 
 BURIAL_SECONDS: Final = 5.0
 
@@ -30,11 +30,11 @@ class _State(Enum):
     STALLED = "stalled"
     DEAD = "dead"
     BURIED = "buried"
-    """Dead, and its coroutines are cleared away."""
+    """Dead, and its coroutines have been closed."""
 
 
 class Process:
-    """Tasks that share a fate."""
+    """A group of tasks that crash and stall together."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,29 +55,29 @@ class Process:
         return self._state in (_State.DEAD, _State.BURIED)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begin `work` as a part of it, within `processes_in_loop`."""
+        """Start `work` in this process, within `processes_in_loop`."""
         context = copy_context()
         context.run(SIMULATED_PROCESS.set, self)
         return asyncio.get_running_loop().create_task(work, context=context)
 
     def die(self) -> None:
-        """It takes no step any more, once the one that it is at has come to its next `await`."""
+        """Crash: no task takes another step after its next `await`."""
         if not self.dead:
             self._state = _State.DEAD
 
     def stall(self) -> None:
-        """Stand still from the next `await` of each task on."""
+        """Stall each task at its next `await`."""
         if self.running:
             self._state = _State.STALLED
 
     def resume(self) -> None:
-        """Go on; what has come up meanwhile happens now."""
+        """Continue after a stall."""
         if self.stalled:
             self._state = _State.RUNNING
             self._wake()
 
     async def bury(self) -> None:
-        """Clear away what is left of it: its coroutines hear that they are cancelled, and nothing waits for them."""
+        """Clean up a dead process by cancelling its coroutines."""
         self._state = _State.BURIED
         self._wake()
         left = [task for task in self.tasks if not task.done()]
@@ -92,8 +92,8 @@ class Process:
             if not future.done():
                 future.set_result(None)
 
-    def stands_still(self) -> asyncio.Future[None] | None:
-        """What a step of it waits for, if it is not to be taken now."""
+    def pause(self) -> asyncio.Future[None] | None:
+        """Return a future to wait for before the next step, or `None` if the step may be taken."""
         if self._state not in (_State.STALLED, _State.DEAD):
             return None
         future = asyncio.get_running_loop().create_future()
@@ -106,7 +106,7 @@ class Process:
 
 
 def current_process() -> Process | None:
-    """The process whose code runs; `None` for the test itself."""
+    """Return the process of the running code; `None` for the test itself."""
     found = SIMULATED_PROCESS.get()
     assert found is None or isinstance(found, Process)
     return found
@@ -114,15 +114,15 @@ def current_process() -> Process | None:
 
 @contextmanager
 def processes_in_loop() -> Iterator[None]:
-    """Tasks of a process are steered by it while inside; those of nobody are as ever."""
+    """Let processes control their tasks inside the block; other tasks are not affected."""
     loop = asyncio.get_running_loop()
     before: Callable[..., asyncio.Task[Any]] | None = loop.get_task_factory()  # type: ignore[assignment]
 
     def make(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
         context = options.get("context")
         process: Any = SIMULATED_PROCESS.get() if context is None else context.get(SIMULATED_PROCESS)
-        steered = work if process is None else _steered(process, work)
-        task = asyncio.Task(steered, loop=loop, **options) if before is None else before(loop, steered, **options)
+        controlled = work if process is None else _controlled(process, work)
+        task = asyncio.Task(controlled, loop=loop, **options) if before is None else before(loop, controlled, **options)
         if process is not None:
             process.tasks.append(task)
             task.add_done_callback(process.tasks.remove)
@@ -135,43 +135,43 @@ def processes_in_loop() -> Iterator[None]:
         loop.set_task_factory(before)
 
 
-async def _steered(process: Process, work: Coroutine[Any, Any, T]) -> T:
+async def _controlled(process: Process, work: Coroutine[Any, Any, T]) -> T:
     return await _steps(process, work)
 
 
 @types.coroutine
 def _steps(process: Process, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
     step: Any = work.send
-    told: object = None
+    value: object = None
     while True:
-        while (pause := process.stands_still()) is not None:
+        while (waiting := process.pause()) is not None:
             try:
-                yield from pause.__await__()
+                yield from waiting.__await__()
             except GeneratorExit:
                 work.close()
                 raise
             except asyncio.CancelledError as error:
-                told, step = error, work.throw  # it hears of that when it goes on
+                value, step = error, work.throw  # raised when the process continues
         if process.buried:
             yield from _end(work)
             raise asyncio.CancelledError
         try:
-            waiting_for = step(told)
+            waiting_for = step(value)
         except StopIteration as end:
             result: T = end.value
             return result
         try:
-            told, step = (yield waiting_for), work.send
-        except BaseException as error:  # noqa: BLE001 -- it is for `work` to say what comes of it
-            told, step = error, work.throw
+            value, step = (yield waiting_for), work.send
+        except BaseException as error:  # noqa: BLE001 -- passed on to `work`
+            value, step = error, work.throw
 
 
 def _end(work: Coroutine[Any, Any, Any]) -> Generator[None, Any, None]:
-    for _ in range(LAST_WORDS):
+    for _ in range(MAX_CANCELLATIONS):
         try:
             work.throw(asyncio.CancelledError())
-        except BaseException:  # noqa: BLE001 -- last words of the dead
+        except BaseException:  # noqa: BLE001 -- errors of a dead process are ignored
             return
-        # What it waits for now may be another task of the dead, which ends in this turn of the loop.
+        # It may wait for another task of the dead process, which ends in this iteration of the loop.
         with suppress(asyncio.CancelledError):
             yield

@@ -1,7 +1,7 @@
-"""A store in a SQLite file under a `WorkerHarness`, with transactions of handlers in it.
+"""A store in a SQLite file for `WorkerHarness`, which supports transactional handlers.
 
-Each simulated process has connections of its own.  Those of one that dies are closed, so that it does not keep the
-file locked.  While one that lives has a connection in use, time does not leap: a thread answers what it asks.
+Each simulated process has its own connections.  Those of a crashed process are closed, so that they do not keep the
+file locked.  While a running process uses a connection, time does not jump, because a thread executes the statement.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from integr8s_idem.testing.simulated_processes import Process, current_process
 
 
 class Connections:
-    """Database connections of simulated processes, whichever engine they belong to."""
+    """The database connections of simulated processes, of all engines."""
 
     def __init__(self) -> None:
         self._owners: dict[Any, Process] = {}
         self._in_use: dict[Any, PoolProxiedConnection | None] = {}
-        """By pool entry; `None` while it connects."""
+        """By pool entry; `None` while connecting."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch all engines while inside."""
+        """Watch all engines inside the block."""
         event.listen(Engine, "do_connect", self._connecting)
         event.listen(Pool, "checkout", self._taken)
         event.listen(Pool, "checkin", self._returned)
@@ -43,11 +43,11 @@ class Connections:
             event.remove(Pool, "checkin", self._returned)
 
     def is_in_use(self) -> bool:
-        """Whether a process that runs waits for a database, or has a transaction open."""
+        """Whether a running process waits for a database or has an open transaction."""
         return any(self._owners[entry].running for entry in self._in_use)
 
     async def close_of(self, process: Process) -> None:
-        """Close the connections of `process`, which has died: what it has not committed is rolled back."""
+        """Close the connections of a crashed process, which rolls back its transactions."""
         for entry in [entry for entry, owner in self._owners.items() if owner is process]:
             del self._owners[entry]
             proxy = self._in_use.pop(entry, None)
@@ -56,7 +56,7 @@ class Connections:
     def _connecting(self, _dialect: object, entry: ConnectionPoolEntry, _positional: object, _named: object) -> None:
         process = current_process()
         if process is not None and process.dead:
-            raise ConnectionAbortedError(f"{process.name} has died")  # last words reach nobody
+            raise ConnectionAbortedError(f"{process.name} has died")  # a dead process must not connect
         self._note(entry, None)
 
     def _taken(self, _connection: object, entry: ConnectionPoolEntry, proxy: PoolProxiedConnection) -> None:
@@ -73,31 +73,31 @@ class Connections:
 
 
 class SqliteStore:
-    """The store of the settings: a repository for each simulated process, and their connections."""
+    """The configured store: a repository for each simulated process, and their connections."""
 
     def __init__(self) -> None:
         self.connections = Connections()
-        self.repository = cast(IdempotencyRepository, _OfProcess())
-        """The one of the process that asks; for the test itself that of the newest process."""
+        self.repository = cast(IdempotencyRepository, _ProcessRepository())
+        """Delegates to the repository of the calling process; for the test itself to that of the newest process."""
 
     def wrapping(self, flaky: FlakyStore, plan: CrashPlan) -> Callable[[IdempotencyRepository], IdempotencyRepository]:
-        """What to do with the repository that a container makes.  `flaky` is around `repository`."""
+        """Return a function that wraps the repository of a container.  `flaky` wraps `repository`."""
 
         def wrap(made: IdempotencyRepository) -> IdempotencyRepository:
             if not isinstance(made, SqlIdempotencyRepository):
-                return made  # a fake of the test's own
-            cast(_OfProcess, self.repository).add(made)
+                return made  # a fake of the test
+            cast(_ProcessRepository, self.repository).add(made)
             return SqlStore(made, flaky, plan)
 
         return wrap
 
 
-class _OfProcess:
+class _ProcessRepository:
     def __init__(self) -> None:
         self._of: dict[Process | None, IdempotencyRepository] = {}
 
     def add(self, repository: IdempotencyRepository) -> None:
-        """It is that of the current process."""
+        """Set the repository of the current process."""
         self._of[current_process()] = self._of[None] = repository
 
     def __getattr__(self, verb: str) -> Any:
@@ -106,7 +106,7 @@ class _OfProcess:
 
 
 class SqlStore(CrashingStore, SqlIdempotencyRepository):
-    """A store that handlers' transactions can join, past the points around it; it fails as `flaky` is told to."""
+    """A store that handlers' transactions can join, with crash points, and with the failures of `flaky`."""
 
     def __init__(self, inner: SqlIdempotencyRepository, flaky: FlakyStore, plan: CrashPlan) -> None:
         SqlIdempotencyRepository.__init__(self, inner.engine)

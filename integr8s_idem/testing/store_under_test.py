@@ -1,4 +1,4 @@
-"""A store as the contract suite sees it, and the suite's short words for what it does with one."""
+"""The store under test, and helpers of the contract suite."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ RESULT = StoredResult(b'{"receipt": 1}')
 
 @dataclass(frozen=True, slots=True)
 class StoreUnderTest:
-    """A store, and what the suite must be able to do with it beside the Protocol."""
+    """A store, and the operations that the suite needs in addition to the Protocol."""
 
     repository: IdempotencyRepository
     advance: Callable[[timedelta], Awaitable[None]]
-    """Let that much time pass for all leases and expiries: a virtual clock, or records made older."""
+    """Advances the time for all leases and expiries, by a virtual clock or by making the records older."""
     spoil: Callable[[str], Awaitable[None]] | None = None
-    """Put something unreadable under a key; `None` if this store cannot hold such a thing."""
+    """Makes the record of a key unreadable; `None` if this store cannot contain unreadable records."""
     largest_result: int = 1_048_576
-    """Bytes of a result that this store keeps; of a larger one it keeps that it was dropped."""
+    """Maximum size of a stored result in bytes; larger results are marked as dropped."""
 
 
 class SteppedClock:
-    """A clock for a store that takes one: it stands still until it is advanced."""
+    """A clock for stores that accept one; it only moves when it is advanced."""
 
     def __init__(self) -> None:
         self.now = datetime(2030, 1, 1, tzinfo=UTC)
@@ -103,12 +103,12 @@ async def fail(store: StoreUnderTest, reservation: Reserved, error: str = "no su
 
 
 async def lapse(store: StoreUnderTest) -> None:
-    """Let a lease end, and keep the record."""
+    """Advance the time until leases have expired, but not the records."""
     await store.advance(LEASE + SLACK)
 
 
 async def write(store: StoreUnderTest, verb: str, reservation: Reserved) -> bool:
-    """One of the four writes of an owner, by its name."""
+    """Call one of the four write operations of an owner by name."""
     if verb == "complete":
         return await complete(store, reservation)
     if verb == "fail":

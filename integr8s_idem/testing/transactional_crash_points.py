@@ -1,4 +1,4 @@
-"""Wrappers with the points of transactional handlers and of the relay; see `crash_points` for the others.
+"""Wrappers with the crash points of transactional handlers and of the relay; see `crash_points` for the others.
 
     plan = CrashPlan(CrashPoint.AFTER_OUTCOME)
     store = CrashingSqlStore(SqlIdempotencyRepository(engine), plan)       # the container's IdempotencyRepository
@@ -8,7 +8,7 @@
         def invoker(self, container):
             return crashing_transaction(plan, super().invoker(container))
 
-The points around the database's commit are where the application commits, in the provider of its session:
+The application reports the points around its commit, in the provider of its session:
 
     await plan.around("transaction_commit", session.commit)
 """
@@ -31,7 +31,7 @@ __all__ = ["CrashingOutbox", "CrashingSqlStore", "crashing_transaction"]
 
 
 class CrashingSqlStore(CrashingStore, SqlIdempotencyRepository):
-    """A `CrashingStore` that handlers' transactions can join; what they write themselves passes by no point of it."""
+    """A `CrashingStore` that handlers' transactions can join; writes in these transactions have no points."""
 
     def __init__(self, inner: SqlIdempotencyRepository, plan: CrashPlan) -> None:
         SqlIdempotencyRepository.__init__(self, inner.engine)
@@ -39,7 +39,7 @@ class CrashingSqlStore(CrashingStore, SqlIdempotencyRepository):
 
 
 class CrashingOutbox:
-    """An outbox with points around a relay's claims, and around the end of rows that the broker has."""
+    """An outbox with points around the relay's claims, and around the deletion of confirmed rows."""
 
     def __init__(self, inner: Outbox, plan: CrashPlan) -> None:
         self._inner = inner
@@ -73,7 +73,7 @@ class CrashingOutbox:
 
 
 def crashing_transaction(plan: CrashPlan, invoke: Invoke) -> Invoke:
-    """As `crashing_invoke`, for `invoke` that runs handlers in transactions: with points around their outcome."""
+    """Wrap an `invoke` that runs handlers in transactions with points around their outcome.  See `crashing_invoke`."""
 
     async def call(handler: RegisteredHandler, what: HandlerCall | BatchCall) -> Any:
         if isinstance(what, BatchCall) or what.before_commit is None:

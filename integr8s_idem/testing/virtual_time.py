@@ -1,4 +1,4 @@
-"""An event loop whose time jumps: hours of leases in milliseconds, without a single real wait.
+"""An event loop with simulated time: hours of leases pass in milliseconds, without real waits.
 
     def test_a_lease_is_renewed_for_hours() -> None:
         async def main() -> None:
@@ -8,18 +8,17 @@
 
         run_virtual(main())
 
-or, as a decorator that keeps pytest-asyncio away:
+or, as a decorator that makes the test a plain function for pytest:
 
     @virtual_time
     async def test_a_lease_is_renewed_for_hours() -> None: ...
 
-`loop.time()` starts at 0 and stands still while anything can run.  When nothing can, it moves to the
-moment of the next timer, exactly; timers less than a microsecond apart count as due together.  One
-history of timers gives one order of steps, every time.
+`loop.time()` starts at 0 and does not change while any task can run.  Otherwise it moves exactly to the next timer;
+timers less than a microsecond apart are due together.  The order of steps is deterministic.
 
-Only pure asyncio code fits: tasks, futures, locks, queues, timers.  Time does not pass for what happens
-outside of the loop: no sockets, no subprocesses, no threads (`to_thread`, `call_soon_threadsafe`), no
-signals.  Code that reads `time.monotonic()` or the wall clock by itself sees real time.
+The loop supports only pure asyncio code: tasks, futures, locks, queues and timers.  Sockets, subprocesses, threads
+(`to_thread`, `call_soon_threadsafe`) and signals do not work, because time does not pass for them.  Code that reads
+`time.monotonic()` or the wall clock gets real time.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 EPOCH: Final = datetime(2030, 1, 1, tzinfo=UTC)
-"""What `virtual_now` says when `loop.time()` is 0."""
+"""The result of `virtual_now` when `loop.time()` is 0."""
 
 
 class DeadlockError(Exception):
-    """Nothing can run, and no timer will ever change that: on a real loop this would hang for ever."""
+    """No task can run and no timer is set: a real loop would hang forever."""
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """Never waits.  Where a real selector would sleep, it moves the clock."""
+    """A selector that advances the clock instead of waiting."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -59,7 +58,7 @@ class _JumpingSelector(selectors.BaseSelector):
         self.now += max(timeout, 0.0)
         return []
 
-    # The loop registers its own wake-up socket; nothing ever comes from there.
+    # The loop registers its wake-up socket, which never becomes readable.
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
@@ -75,34 +74,34 @@ class _JumpingSelector(selectors.BaseSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """The loop itself, for those who drive one by hand."""
+    """The event loop with simulated time, for direct use."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
-        # With a real clock's nanosecond, a timer of next year would never be due: floats are coarser there.
+        # With a resolution of a nanosecond, timers a year ahead would never be due, because floats are coarser there.
         self._clock_resolution = 1e-6
         set_clock(self, self.time)
 
     def time(self) -> float:
-        """Seconds since the loop was made; moves only while nothing can run."""
+        """Return the seconds since the loop was made; changes only while no task can run."""
         return self._jumping.now
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """What `asyncio.run` does, on a loop of virtual time.
+    """Run a coroutine on a loop with simulated time, like `asyncio.run`.
 
     Raises:
-        DeadlockError: `main` waits for something that can never come.
+        DeadlockError: `main` waits for something that can never happen.
     """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
 
 
 def virtual_time(test: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-    """Decorator: the async function as a plain one that runs by `run_virtual`.
+    """Decorate an async test function, so that it runs with `run_virtual` as a plain function.
 
-    Fixtures of pytest reach it as always; async fixtures do not fit, they live on another loop.
+    It may use pytest fixtures, except for async ones, which belong to another loop.
     """
 
     @functools.wraps(test)
@@ -113,5 +112,5 @@ def virtual_time(test: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 
 
 def virtual_now() -> datetime:
-    """`EPOCH` plus the running loop's time: the clock for a `MemoryIdempotencyRepository`."""
+    """Return `EPOCH` plus the running loop's time, for example as the clock of a `MemoryIdempotencyRepository`."""
     return EPOCH + timedelta(seconds=asyncio.get_running_loop().time())

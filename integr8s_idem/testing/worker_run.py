@@ -1,4 +1,4 @@
-"""One life of a worker: the real code, from its container to its end, between a store and a broker in memory."""
+"""One run of a worker: the real code with a store and a broker in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from integr8s_idem.runtime.service_group import section_of
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan, CrashPoint, crashing_consumer
-from integr8s_idem.testing.faults import Points, PointsOfClients
+from integr8s_idem.testing.faults import ClientPoints, Points
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.memory_broker import MemoryBroker, MemoryConsumer
 from integr8s_idem.testing.observations import HandlerRun
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Events:
-    """Events by their ids, whichever process they are of."""
+    """Events by id, of all processes."""
 
     made: dict[str, BaseEvent] = field(default_factory=dict)
-    """Written as a message, which a transaction may have kept for a relay."""
+    """Events serialized as messages, including those that are in an outbox."""
     published: dict[str, BaseEvent] = field(default_factory=dict)
 
 
 class MemoryPublisher(EventPublisher):
-    """Puts messages into a broker in memory, past the points around that."""
+    """Publishes to an in-memory broker, with crash points."""
 
     def __init__(self, settings: KafkaSettings, broker: MemoryBroker, points: Points, events: Events) -> None:
         super().__init__(settings)
@@ -73,8 +73,8 @@ class MemoryPublisher(EventPublisher):
         await self._points.reached(f"after_{verb}")
 
 
-class RelayingPublisher(MemoryPublisher):
-    """What a relay publishes by: past the points around what handlers publish."""
+class RelayPublisher(MemoryPublisher):
+    """The publisher of a relay, with the crash points of a handler's publisher."""
 
     async def send_message(self, message: Message) -> None:
         await self._points.reached(CrashPoint.BEFORE_PUBLISH.value)
@@ -83,16 +83,16 @@ class RelayingPublisher(MemoryPublisher):
 
 
 class MemoryStore(CrashingStore):
-    """A store in memory as this life sees it, past the points around it."""
+    """The store of one worker run, with crash points."""
 
     async def ping(self) -> StoreHealth:
-        # That it forgets everything at exit is what a test wants.
+        # Losing all records at exit is intended in tests.
         return replace(await super().ping(), warnings=())
 
 
 @dataclass(slots=True)
 class World:
-    """What outlives every worker."""
+    """The state that outlives workers."""
 
     settings: Settings
     broker: MemoryBroker
@@ -102,28 +102,28 @@ class World:
     runs: list[HandlerRun] = field(default_factory=list)
     events: Events = field(default_factory=Events)
     sqlite: SqliteStore | None = None
-    """The store in a file, if records are there."""
+    """The store in a file, if configured."""
 
     def publisher(self, kind: type[MemoryPublisher] = MemoryPublisher) -> MemoryPublisher:
-        """One that puts messages into its broker."""
+        """Make a publisher for the broker."""
         return kind(self.settings.kafka, self.broker, self.points, self.events)
 
 
 class WorkerRun:
-    """Begins when it is made; its successor is another one."""
+    """A run of a worker, started on construction.  After a crash it is replaced by another one."""
 
     def __init__(self, world: World, service: Service, number: int) -> None:
-        """`number`: 1 for the first."""
+        """`number`: 1 for the first run of the service."""
         self.service = service
         self.number = number
         self.process = Process(f"{service.name} {number}")
         self.worker: ServiceWorker | None = None
         self.consumer: MemoryConsumer | None = None
         self.outbox: Outbox | None = None
-        """Where its transactions leave events for the relay."""
-        self.told_to_stop = False
+        """The outbox of transactional handlers."""
+        self.is_stopping = False
         self.busy = 0
-        """Handlers that run."""
+        """Number of running handlers."""
         self._runs: list[HandlerRun] = []
         self._world = world
         self._main = self.process.start(self._run())
@@ -143,27 +143,27 @@ class WorkerRun:
 
     @property
     def at_rest(self) -> bool:
-        """Whether it has settled and committed all that it was given."""
+        """Whether no events are in flight."""
         return self.worker is not None and self.worker.report().in_flight == 0
 
     @property
-    def behind(self) -> int:
-        """Messages that its group has not committed."""
-        assert self.worker is not None, "it has joined"
-        return self._world.broker.behind(self.worker.group, self.worker.topics)
+    def lag(self) -> int:
+        """Number of messages that its group has not committed."""
+        assert self.worker is not None, "the worker has joined its group"
+        return self._world.broker.lag(self.worker.group, self.worker.topics)
 
     def stop(self) -> None:
-        """Drain."""
-        self.told_to_stop = True
+        """Drain the worker."""
+        self.is_stopping = True
         if self.worker is not None:
             self.worker.stop()
 
     async def ended(self) -> None:
-        """Return when it has ended; raises what it ended by."""
+        """Wait for the end of the run, and raise its error."""
         await self._main
 
     def lose(self) -> None:
-        """It has died, or stands still: its group does not hear of it any more."""
+        """Remove a crashed or stalled worker from its group."""
         if self.process.dead:
             for run in self._runs:
                 run.how = "crashed" if run.how == "running" else run.how
@@ -172,12 +172,12 @@ class WorkerRun:
 
     async def _run(self) -> None:
         world, settings = self._world, self._world.settings
-        plan = PointsOfClients(world.points)
+        plan = ClientPoints(world.points)
         publisher = world.publisher()
         container = self._container(plan, publisher)
         try:
             dispatcher = await get_dispatcher(container, self.service.name)
-            dispatcher.invoke_with(self._seen(dispatcher.invoke))
+            dispatcher.invoke_with(self._recorded(dispatcher.invoke))
             self.outbox = dispatcher.outbox
             self.worker = ServiceWorker(
                 self.service.name,
@@ -190,37 +190,37 @@ class WorkerRun:
                 consumer=crashing_consumer(plan, self._join),
             )
             beside = [run_background(work, container) for work in self.service.background]
-            relaying = world.publisher(RelayingPublisher)
+            relaying = world.publisher(RelayPublisher)
             await run_worker(self.worker, dispatcher, relaying, settings.kafka, beside)
         finally:
             await container.close()
 
     def _container(self, plan: CrashPlan, publisher: MemoryPublisher) -> AsyncContainer:
         world = self._world
-        ours: dict[Any, object] = {EventPublisher: publisher}
+        replacements: dict[Any, object] = {EventPublisher: publisher}
         if world.sqlite is None:
-            ours[IdempotencyRepository] = MemoryStore(world.store, plan)
-            return world.overrides.container(self.service, world.settings, ours)
+            replacements[IdempotencyRepository] = MemoryStore(world.store, plan)
+            return world.overrides.container(self.service, world.settings, replacements)
         wrap = world.sqlite.wrapping(world.store, plan)
-        return world.overrides.container(self.service, world.settings, ours, wrap)
+        return world.overrides.container(self.service, world.settings, replacements, wrap)
 
     def _join(self, settings: KafkaSettings, group: str) -> Consumer:
         self.consumer = MemoryConsumer(self._world.broker, group)
         return self.consumer
 
-    def _seen(self, invoke: Invoke) -> Invoke:
-        """As `invoke`, with its points, and with all runs noted."""
+    def _recorded(self, invoke: Invoke) -> Invoke:
+        """Wrap `invoke` with crash points, and record all runs."""
         points = self._world.points
 
         async def call(handler: RegisteredHandler, what: HandlerCall | BatchCall) -> Any:
             await points.reached(CrashPoint.BEFORE_HANDLER.value)
-            result = await self._noted(handler, what, lambda: invoke(handler, what))
+            result = await self._record(handler, what, lambda: invoke(handler, what))
             await points.reached(CrashPoint.AFTER_HANDLER.value)
             return result
 
         return call
 
-    async def _noted(self, handler: RegisteredHandler, what: HandlerCall | BatchCall, call: Callable[[], Any]) -> Any:
+    async def _record(self, handler: RegisteredHandler, what: HandlerCall | BatchCall, call: Callable[[], Any]) -> Any:
         if isinstance(what, HandlerCall):
             pairs = [(what.event, what.attempt)]
         else:

@@ -17,8 +17,8 @@ from integr8s_idem.testing.contract import (
 class TestMemoryStore(RepositoryContract, RecordAdminContract):
     histories = HistorySize(histories=200, steps=40)
     # Its records are objects, which cannot be unreadable.
-    test_an_unreadable_record_spoils_no_batch = None  # type: ignore[assignment]
-    test_a_survey_shows_what_cannot_be_read = None  # type: ignore[assignment]
+    test_an_unreadable_record_does_not_fail_its_batch = None  # type: ignore[assignment]
+    test_a_survey_includes_unreadable_records = None  # type: ignore[assignment]
 
     @pytest.fixture
     def store(self) -> StoreUnderTest:

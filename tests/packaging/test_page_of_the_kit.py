@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from integr8s_idem.testing.faults import MISHAPS
+from integr8s_idem.testing.faults import FAULTS
 from tests.packaging.repository import ROOT, code_blocks
 
 PAGE = (ROOT / "docs" / "how-to" / "test-your-handlers.md").read_text(encoding="utf-8")
@@ -37,7 +37,7 @@ def test_the_tests_on_the_page_pass_and_fail_for_an_unguarded_handler(tmp_path: 
     passed = run(tmp_path, "test_charging.py", "test_bookings.py", "test_sockets.py")
     failed = run(careless, "-k", "after_the_charge or redelivery_charges")
 
-    assert f"{9 + len(MISHAPS)} passed" in passed
+    assert f"{9 + len(FAULTS)} passed" in passed
     assert "1 failed, 1 passed" in failed
     assert "assert ['1', '1'] == ['1']" in failed
 
@@ -51,5 +51,5 @@ def run(folder: Path, *arguments: str) -> str:
 
 
 def test_the_page_states_the_number_of_faults() -> None:
-    assert len(MISHAPS) == 18
+    assert len(FAULTS) == 18
     assert "`fault` makes this eighteen tests" in PAGE

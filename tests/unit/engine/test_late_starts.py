@@ -624,17 +624,17 @@ async def test_a_transactional_handler_with_a_late_lease_still_held_starts_as_th
 async def test_a_transactional_handler_completed_by_another_process_does_not_start(
     clock: ManualClock, stores: Callable[[], SqlIdempotencyRepository], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, theirs = stores(), stores()
+    store, other_store = stores(), stores()
 
     async def done_elsewhere() -> None:
         clock.leap()
         await asyncio.sleep(1.1 * Transactional.lease)
         asked = ReserveRequest(key=reserved[0].key, token=bytes(16), lease=timedelta(seconds=60), retention=HOUR)
-        [taken_over] = await theirs.reserve([asked])
+        [taken_over] = await other_store.reserve([asked])
         assert isinstance(taken_over, Reserved)
         assert taken_over.attempt == 2
         result = StoredResult(b'"receipt 2"')
-        assert await theirs.complete([Completion(reservation=taken_over, ttl=HOUR, result=result)]) == [True]
+        assert await other_store.complete([Completion(reservation=taken_over, ttl=HOUR, result=result)]) == [True]
 
     reserved = stall_after_reserve(store, monkeypatch, done_elsewhere)
     entry = Transactional(clock, store)

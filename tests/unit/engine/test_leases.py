@@ -100,9 +100,9 @@ async def test_a_key_released_by_another_worker_is_not_treated_as_a_lost_record(
     running = asyncio.create_task(here.manager.run("order:1", job))
     await job.started.wait()
     await here.manager.delete("order:1")
-    theirs = await other.manager.reserve("order:1")
-    assert isinstance(theirs, Reserved)
-    await other.manager.release(theirs)
+    taken = await other.manager.reserve("order:1")
+    assert isinstance(taken, Reserved)
+    await other.manager.release(taken)
 
     with pytest.raises(LeaseLostError):
         await running
@@ -254,7 +254,7 @@ def test_the_margin_is_a_tenth_of_the_lease_but_at_most_a_second(lease: float, m
 
 
 async def test_a_handler_is_cancelled_after_a_stall_beyond_its_lease() -> None:
-    """The timer of the handler and the end of its lease are both due then, and the lease comes first."""
+    """The timer of the handler and its lease are both due then, and the lease comes first."""
     lease, steps = 0.5, list[str]()
     manager = plain_manager(processing_timeout_seconds=lease)
 

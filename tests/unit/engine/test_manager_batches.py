@@ -82,11 +82,11 @@ async def test_reservations_taken_over_are_neither_confirmed_nor_released() -> N
     other = guarded(here.store)
     reservations = _reserved(await here.manager.acquire_batch(["a", "b"]))
     await asyncio.sleep(31)
-    theirs = _reserved(await other.manager.acquire_batch(["a"]))
+    taken = _reserved(await other.manager.acquire_batch(["a"]))
 
     assert await here.manager.confirm_batch(reservations) == [False, True]
     assert await here.manager.release_batch(reservations[:1]) == [False]
-    assert await other.manager.confirm_batch(theirs) == [True]
+    assert await other.manager.confirm_batch(taken) == [True]
 
 
 @virtual_time

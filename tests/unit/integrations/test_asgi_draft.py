@@ -247,7 +247,7 @@ async def _() -> None:
         assert len(here.bodies) == 2
 
 
-@rule("5", "best practice", "no key matches another one, whatever characters it contains")
+@rule("5", "best practice", "no key matches another one, regardless of its characters")
 async def _() -> None:
     async with shop(identity=lambda connection: connection.headers["x-user"]) as here:
         pairs = [("a", "b:c"), ("a:b", "c"), ("a%3Ab", "c"), ("", "a"), ("-", "a"), ("*", "*"), ("a", "*")]

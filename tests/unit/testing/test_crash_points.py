@@ -1,4 +1,4 @@
-"""The named points, on a broker and a store in memory: who is armed where comes to an end there, and only there."""
+"""Crash points with an in-memory broker and store: a process crashes at its planned point only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.fake_consumer import FakeBroker, FakeConsumer
 
 TOPIC = Partition("order_placed", 0)
-WISH = ReserveRequest(key="k", token=bytes(16), lease=timedelta(seconds=10), retention=timedelta(hours=1))
+REQUEST = ReserveRequest(key="k", token=bytes(16), lease=timedelta(seconds=10), retention=timedelta(hours=1))
 
 
 class OrderPlaced(BaseEvent):
@@ -49,7 +49,7 @@ class OrderPaid(BaseEvent):
 
 
 class DiedError(Exception):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 def die() -> None:
@@ -60,7 +60,7 @@ def memory() -> MemoryIdempotencyRepository:
     return MemoryIdempotencyRepository(clock=virtual_now)
 
 
-def test_the_default_action_is_sigkill_to_this_process() -> None:
+def test_the_default_action_sends_sigkill_to_this_process() -> None:
     pid = os.fork()
     if pid == 0:
         CrashPlan(CrashPoint.AFTER_FETCH).reached(CrashPoint.AFTER_FETCH)
@@ -70,7 +70,7 @@ def test_the_default_action_is_sigkill_to_this_process() -> None:
     assert CrashPlan().action is kill_myself
 
 
-def test_a_plan_acts_at_the_named_arrival_at_its_point_and_at_no_other() -> None:
+def test_a_plan_acts_only_at_its_point_and_occurrence() -> None:
     acted: list[CrashPoint] = []
     plan = CrashPlan(CrashPoint.AFTER_FETCH, 2, action=lambda: acted.append(CrashPoint.AFTER_FETCH))
 
@@ -93,7 +93,7 @@ def test_a_plan_without_a_point_only_counts() -> None:
     assert set(plan.seen.values()) == {1}
 
 
-def test_once_a_worker_drains_every_point_is_in_its_drain() -> None:
+def test_every_point_of_a_draining_worker_counts_as_in_drain() -> None:
     plan = CrashPlan(CrashPoint.IN_DRAIN, 2, action=die)
 
     plan.reached(CrashPoint.BEFORE_COMMIT)
@@ -105,36 +105,36 @@ def test_once_a_worker_drains_every_point_is_in_its_drain() -> None:
 
 
 @virtual_time
-async def test_before_a_verb_the_store_has_not_heard_of_it() -> None:
+async def test_at_a_before_point_the_store_has_not_executed_the_call() -> None:
     inner = memory()
     store = CrashingStore(inner, CrashPlan(CrashPoint.BEFORE_RESERVE, action=die))
 
     with pytest.raises(DiedError):
-        await store.reserve([WISH])
+        await store.reserve([REQUEST])
 
     assert await inner.get(["k"]) == [None]
 
 
 @virtual_time
-async def test_after_a_verb_and_in_its_middle_the_store_has_executed_it() -> None:
+async def test_at_in_and_after_points_the_store_has_executed_the_call() -> None:
     for point in (CrashPoint.IN_RESERVE, CrashPoint.AFTER_RESERVE):
         inner = memory()
         store = CrashingStore(inner, CrashPlan(point, action=die))
 
         with pytest.raises(DiedError):
-            await store.reserve([WISH])
+            await store.reserve([REQUEST])
 
         assert (await inner.get(["k"]))[0] is not None
 
 
 @virtual_time
-async def test_a_store_without_a_plan_answers_as_the_one_inside() -> None:
+async def test_a_store_without_a_planned_crash_answers_like_its_inner_store() -> None:
     store = CrashingStore(memory(), CrashPlan())
 
-    verdict = (await store.reserve([WISH]))[0]
+    verdict = (await store.reserve([REQUEST]))[0]
 
     assert isinstance(verdict, Reserved)
-    assert await store.renew([verdict], WISH.lease) == [True]
+    assert await store.renew([verdict], REQUEST.lease) == [True]
     assert await store.count_active("k") == 1
     assert [record.key async for record in store.scan("k")] == ["k"]
     assert await store.release([verdict]) == [True]
@@ -144,7 +144,7 @@ async def test_a_store_without_a_plan_answers_as_the_one_inside() -> None:
 
 
 @virtual_time
-async def test_a_worker_passes_by_all_points_of_a_delivery_in_their_order() -> None:
+async def test_a_worker_reaches_all_points_of_a_delivery_in_order() -> None:
     broker, plan = FakeBroker(), CrashPlan()
     broker.publish(OrderPlaced())
     async with worker_with(plan, broker, memory()) as (worker, consumer):
@@ -152,8 +152,8 @@ async def test_a_worker_passes_by_all_points_of_a_delivery_in_their_order() -> N
         await consumer.take([TOPIC])
         worker.stop()
 
-    told = [point.value for point in plan.seen]
-    assert told == [
+    points = [point.value for point in plan.seen]
+    assert points == [
         *("on_assign", "after_fetch", "before_reserve", "after_reserve", "before_handler", "after_handler"),
         *("before_publish", "before_send", "after_send", "after_publish"),
         *("before_complete", "after_complete", "before_commit", "after_commit"),
@@ -162,7 +162,7 @@ async def test_a_worker_passes_by_all_points_of_a_delivery_in_their_order() -> N
 
 
 @virtual_time
-async def test_failures_pass_by_release_fail_and_the_dead_letter() -> None:
+async def test_failures_reach_the_points_of_release_fail_and_dead_letter() -> None:
     broker, plan = FakeBroker(), CrashPlan()
     broker.publish(OrderPlaced(fails="once"), OrderPlaced(fails="always"))
     async with worker_with(plan, broker, memory()) as _:
@@ -173,7 +173,7 @@ async def test_failures_pass_by_release_fail_and_the_dead_letter() -> None:
 
 
 @virtual_time
-async def test_who_comes_after_a_death_behind_complete_is_answered_from_the_record() -> None:
+async def test_after_a_crash_behind_complete_the_record_answers_the_redelivery() -> None:
     broker, store, plan = FakeBroker(), memory(), CrashPlan(CrashPoint.AFTER_COMPLETE, action=die)
     event = OrderPlaced()
     runs: list[str] = []
@@ -215,7 +215,7 @@ def dispatcher_with(
 
 
 class PublisherInMemory(CrashingPublisher):
-    """The real one, down to where a message would leave."""
+    """The real publisher with an in-memory producer."""
 
     def __init__(self, plan: CrashPlan, broker: FakeBroker) -> None:
         super().__init__(KafkaSettings(), plan)
@@ -226,7 +226,7 @@ class PublisherInMemory(CrashingPublisher):
 
 
 class ProducerInMemory:
-    """Confirms at once."""
+    """A producer that confirms immediately."""
 
     def __init__(self, broker: FakeBroker) -> None:
         self._broker = broker
@@ -262,5 +262,5 @@ async def worker_with(
 
 async def until(fact: Any) -> None:
     async with asyncio.timeout(600):
-        while not fact():  # noqa: ASYNC110  # virtual time: nothing is lost by looking
+        while not fact():  # noqa: ASYNC110  # polling is free in virtual time
             await asyncio.sleep(0.05)

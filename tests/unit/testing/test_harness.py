@@ -1,4 +1,4 @@
-"""The harness for users' tests: what it does to a worker is what really happens to one, in memory and in no time."""
+"""`WorkerHarness`: faults in memory and in simulated time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from integr8s_idem.integrations.dishka import (
 )
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus
 from integr8s_idem.testing import Fault, NotReachedError, NotSettledError, WorkerHarness
-from integr8s_idem.testing.faults import MISHAPS
+from integr8s_idem.testing.faults import FAULTS
 
 LEASE = 30.0
 
@@ -40,7 +40,7 @@ class Paid(BaseEvent):
 
 
 class Payments:
-    """The real ones: no test may come here."""
+    """The real service, which no test may call."""
 
     async def charge(self, order: str, key: str) -> str:
         raise AssertionError("a card was charged")
@@ -50,11 +50,11 @@ Hook = Callable[[], Awaitable[object]]
 
 
 async def nothing() -> None:
-    """A hook that does nothing."""
+    """A hook without effect."""
 
 
 class FakePayments(Payments):
-    """Charges whoever asks; `knows_keys` as payment companies do."""
+    """Records charges; with `knows_keys` it ignores repeated keys, like a payment provider."""
 
     def __init__(self, *, knows_keys: bool = False) -> None:
         self.charges: list[str] = []
@@ -87,10 +87,10 @@ async def charge(
 
 @audit.on(Paid)
 async def note(event: Paid) -> None:
-    """Repeatable by nature."""
+    """A handler without side effects."""
 
 
-class Own(Provider):
+class ConnectionProvider(Provider):
     payments = provide(Payments, scope=Scope.REQUEST)
 
     @provide(scope=Scope.APP)
@@ -103,7 +103,7 @@ billing_providers = [
     IdempotencyProvider(),
     KafkaProvider(),
     IdempotentDispatcherProvider(billing),
-    Own(),
+    ConnectionProvider(),
 ]
 
 
@@ -126,7 +126,7 @@ def harness_of(payments: Payments, *services: str) -> WorkerHarness:
     return WorkerHarness(PLATFORM, *(services or ("billing",)), fakes={Payments: payments}, settings=SETTINGS)
 
 
-async def test_an_event_is_handled_and_everything_that_came_of_it_is_seen() -> None:
+async def test_an_event_is_handled_and_its_results_are_recorded() -> None:
     payments = FakePayments()
 
     async with harness_of(payments) as harness:
@@ -152,7 +152,7 @@ async def test_a_redelivery_is_answered_by_the_record() -> None:
         assert harness.duplicates == 2
 
 
-async def test_whoever_dies_behind_its_handler_has_a_successor_that_waits_for_the_lease() -> None:
+async def test_after_a_crash_behind_the_handler_the_next_worker_waits_for_the_lease() -> None:
     payments = FakePayments()
 
     async with harness_of(payments) as harness:
@@ -167,7 +167,7 @@ async def test_whoever_dies_behind_its_handler_has_a_successor_that_waits_for_th
     assert took_really < LEASE / 3
 
 
-async def test_whoever_dies_before_its_handler_has_counted_an_attempt() -> None:
+async def test_a_crash_before_the_handler_counts_as_an_attempt() -> None:
     payments = FakePayments()
 
     async with harness_of(payments) as harness:
@@ -178,7 +178,7 @@ async def test_whoever_dies_before_its_handler_has_counted_an_attempt() -> None:
     assert payments.charges == ["1"]
 
 
-async def test_the_dead_run_no_further_line_not_even_a_finally() -> None:
+async def test_a_crashed_worker_runs_no_further_line_not_even_finally() -> None:
     payments, last_words = FakePayments(), []
 
     async with harness_of(payments) as harness:
@@ -196,11 +196,11 @@ async def test_the_dead_run_no_further_line_not_even_a_finally() -> None:
         heard = list(last_words)
 
         assert [run.how for run in harness.runs] == ["crashed", "returned"]
-    assert heard == ["went on", "finally"]  # of the second attempt
-    assert last_words == [*heard, "finally"]  # once the test is over
+    assert heard == ["went on", "finally"]  # by the second attempt
+    assert last_words == [*heard, "finally"]  # after the end of the test
 
 
-async def test_a_zombie_comes_back_and_its_outcome_is_refused() -> None:
+async def test_the_outcome_of_a_resumed_zombie_is_rejected() -> None:
     payments = FakePayments()
 
     async with harness_of(payments) as harness:
@@ -213,7 +213,7 @@ async def test_a_zombie_comes_back_and_its_outcome_is_refused() -> None:
     assert record.status is IdempotencyStatus.COMPLETED
 
 
-async def test_nothing_is_handled_while_the_store_does_not_answer() -> None:
+async def test_no_event_is_handled_while_the_store_does_not_answer() -> None:
     payments = FakePayments()
 
     async with harness_of(payments) as harness:
@@ -226,7 +226,7 @@ async def test_nothing_is_handled_while_the_store_does_not_answer() -> None:
     assert (charged, payments.charges) == ([], ["1"])
 
 
-async def test_a_lost_answer_is_asked_for_again_and_nothing_runs_twice() -> None:
+async def test_a_call_with_a_lost_answer_is_repeated_and_nothing_runs_twice() -> None:
     payments = FakePayments()
 
     async with harness_of(payments) as harness:
@@ -238,7 +238,7 @@ async def test_a_lost_answer_is_asked_for_again_and_nothing_runs_twice() -> None
         assert harness.store.calls["reserve"] > 1
 
 
-async def test_what_fails_for_good_is_a_dead_letter_after_all_its_attempts() -> None:
+async def test_a_permanent_failure_becomes_a_dead_letter_after_all_attempts() -> None:
     payments = FakePayments()
 
     async def fail() -> None:
@@ -247,25 +247,25 @@ async def test_what_fails_for_good_is_a_dead_letter_after_all_its_attempts() -> 
     payments.before = fail
     async with harness_of(payments) as harness:
         await harness.publish(Placed())
-        [letter] = harness.dead_letters
+        [dead_letter] = harness.dead_letters
 
         assert harness.attempts == [1, 2, 3]
-    assert (letter.topic, letter.reason, letter.attempts) == ("placed.dlq", "handler_failed", 3)
-    assert letter.error == "ValueError: no money"
+    assert (dead_letter.topic, dead_letter.reason, dead_letter.attempts) == ("placed.dlq", "handler_failed", 3)
+    assert dead_letter.error == "ValueError: no money"
 
 
-async def test_a_twin_that_comes_while_the_first_runs_waits_for_it() -> None:
-    payments, begun, may_go_on = FakePayments(), asyncio.Event(), asyncio.Event()
+async def test_a_concurrent_duplicate_waits_for_the_first_run() -> None:
+    payments, started, may_go_on = FakePayments(), asyncio.Event(), asyncio.Event()
 
     async def hold() -> None:
-        begun.set()
+        started.set()
         await may_go_on.wait()
 
     payments.before = hold
     order = Placed()
     async with harness_of(payments) as harness:
         harness.send(order, partition=0)
-        await begun.wait()
+        await started.wait()
         harness.send(order, partition=1)
         await harness.advance(1)
         running = [run.how for run in harness.runs]
@@ -276,7 +276,7 @@ async def test_a_twin_that_comes_while_the_first_runs_waits_for_it() -> None:
         assert (payments.charges, harness.duplicates) == (["1"], 1)
 
 
-async def test_records_end_with_their_ttl() -> None:
+async def test_records_expire_after_their_ttl() -> None:
     payments, order = FakePayments(), Placed()
 
     async with harness_of(payments) as harness:
@@ -287,23 +287,23 @@ async def test_records_end_with_their_ttl() -> None:
     assert payments.charges == ["1", "1"]
 
 
-async def test_services_hear_each_other() -> None:
+async def test_services_receive_each_others_events() -> None:
     async with harness_of(FakePayments(), "billing", "audit") as harness:
         await harness.publish(Placed())
 
         assert [(run.service, run.handler) for run in harness.runs] == [("billing", "charge"), ("audit", "note")]
 
 
-async def test_what_cannot_be_decoded_is_a_dead_letter() -> None:
+async def test_a_message_that_cannot_be_decoded_becomes_a_dead_letter() -> None:
     async with harness_of(FakePayments()) as harness:
         harness.put("placed", b"no JSON")
         await harness.settled()
 
-        assert [letter.reason for letter in harness.dead_letters] == ["malformed"]
+        assert [each.reason for each in harness.dead_letters] == ["malformed"]
         assert harness.runs == []
 
 
-async def test_time_does_not_leap_over_a_handler_that_waits_for_the_world() -> None:
+async def test_time_does_not_jump_while_a_handler_waits_for_real_io() -> None:
     payments = FakePayments()
     payments.before = lambda: asyncio.to_thread(time.sleep, 0.05)
 
@@ -315,7 +315,7 @@ async def test_time_does_not_leap_over_a_handler_that_waits_for_the_world() -> N
         assert harness.attempts == [1]
 
 
-@pytest.mark.parametrize("fault", MISHAPS, ids=str)
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
 async def test_a_repeatable_handler_survives(fault: Fault) -> None:
     payments = FakePayments(knows_keys=True)
 
@@ -327,9 +327,9 @@ async def test_a_repeatable_handler_survives(fault: Fault) -> None:
         assert len(harness.published) == 1
 
 
-async def test_one_that_is_not_repeatable_is_found_by_those_that_strike_between_its_effect_and_its_record() -> None:
+async def test_faults_between_effect_and_record_reveal_a_handler_that_is_not_repeatable() -> None:
     found = []
-    for fault in MISHAPS:
+    for fault in FAULTS:
         payments = FakePayments()
         async with harness_of(payments) as harness:
             harness.suffer(fault)
@@ -357,10 +357,10 @@ async def test_one_that_is_not_repeatable_is_found_by_those_that_strike_between_
         ("after_complete", 1, 1, 0),
     ],
 )
-async def test_a_process_may_die_anywhere_in_a_run_that_is_alone(
+async def test_an_isolated_run_may_crash_at_any_point(
     point: str, occurrence: int, charges: int, lapsed_alone: int
 ) -> None:
-    """Before the handler its record says already that it runs alone."""
+    """The record is marked as isolated before the handler starts."""
     payments = FakePayments()
     records: list[IdempotencyRecord] = []
 
@@ -374,31 +374,31 @@ async def test_a_process_may_die_anywhere_in_a_run_that_is_alone(
         harness.crash_at(point, occurrence=occurrence)
         await harness.publish(Placed())
         [record] = await harness.records()
-        letters = harness.dead_letters
+        dead_letters = harness.dead_letters
 
     assert payments.charges == ["1"] * charges
     assert record.status is IdempotencyStatus.COMPLETED
-    assert letters == []
+    assert dead_letters == []
     assert all(each.alone and each.lapsed >= 2 for each in records)
     assert records[-1].lapsed_alone == lapsed_alone
 
 
-async def test_an_event_that_kills_its_worker_each_time_is_given_up_after_the_crashes_that_are_its_own() -> None:
+async def test_an_event_that_always_crashes_its_worker_is_given_up_after_isolated_crashes() -> None:
     payments = FakePayments()
 
     async with harness_of(payments) as harness:
-        for occurrence in range(1, 6):  # twice beside others, and max_attempts times alone
+        for occurrence in range(1, 6):  # twice beside others, then max_attempts times alone
             harness.crash_at("before_handler", occurrence=occurrence)
         await harness.publish(Placed())
-        [record], [letter] = await harness.records(), harness.dead_letters
+        [record], [dead_letter] = await harness.records(), harness.dead_letters
 
     assert payments.charges == []
     assert record.status is IdempotencyStatus.FAILED
     assert "CrashedTooOftenError: 3 runs" in record.error
-    assert letter.attempts == 6
+    assert dead_letter.attempts == 6
 
 
-async def test_nothing_is_left_behind() -> None:
+async def test_the_harness_leaves_no_tasks_behind() -> None:
     closed.clear()
     before = asyncio.all_tasks()
 
@@ -432,13 +432,18 @@ billing_with_connection = EventRouter()
 
 
 def connected_providers(settings: Settings) -> list[BaseProvider]:
-    return [IdempotencyProvider(), KafkaProvider(), IdempotentDispatcherProvider(billing_with_connection), Own()]
+    return [
+        IdempotencyProvider(),
+        KafkaProvider(),
+        IdempotentDispatcherProvider(billing_with_connection),
+        ConnectionProvider(),
+    ]
 
 
-# What it says when it is used wrongly.
+# Incorrect uses.
 
 
-async def test_a_crash_at_a_point_that_nobody_gets_to_fails_the_test() -> None:
+async def test_a_crash_at_an_unreached_point_fails_the_test() -> None:
     harness = await harness_of(FakePayments()).__aenter__()
     harness.crash_at("after_handlr")
     await harness.publish(Placed())
@@ -447,7 +452,7 @@ async def test_a_crash_at_a_point_that_nobody_gets_to_fails_the_test() -> None:
         await harness.__aexit__(None, None, None)
 
 
-async def test_a_crash_at_an_arrival_that_never_comes_says_how_many_there_were() -> None:
+async def test_the_error_of_an_unreached_occurrence_shows_the_number_of_arrivals() -> None:
     harness = await harness_of(FakePayments()).__aenter__()
     harness.crash_at("after_handler", occurrence=2)
     await harness.publish(Placed())
@@ -456,20 +461,22 @@ async def test_a_crash_at_an_arrival_that_never_comes_says_how_many_there_were()
         await harness.__aexit__(None, None, None)
 
 
-async def test_an_event_that_nobody_reads_is_refused() -> None:
+async def test_an_event_without_a_reading_service_is_rejected() -> None:
     async with harness_of(FakePayments()) as harness:
         with pytest.raises(ApplicationError, match="no service of this harness reads paid; they read: placed"):
             await harness.publish(Paid(order="1"))
 
 
-async def test_a_fake_of_what_nobody_has_is_refused() -> None:
+async def test_a_fake_of_an_unknown_type_is_rejected() -> None:
     harness = WorkerHarness(PLATFORM, "billing", fakes={FakePayments: FakePayments()}, settings=SETTINGS)
 
-    with pytest.raises(ApplicationError, match=r"no service provides: FakePayments; provided: .*Payments"):
+    with pytest.raises(
+        ApplicationError, match=r"no service provides the type of these fakes: FakePayments; provided: .*Payments"
+    ):
         await harness.__aenter__()
 
 
-async def test_a_factory_that_takes_no_overriding_providers_is_refused() -> None:
+async def test_a_factory_that_does_not_accept_overrides_is_rejected() -> None:
     def audit_container(settings: Settings) -> AsyncContainer:
         return make_async_container(
             TelemetryProvider(),
@@ -487,7 +494,7 @@ async def test_a_factory_that_takes_no_overriding_providers_is_refused() -> None
         await harness.__aenter__()
 
 
-async def test_a_factory_that_takes_overriding_providers_gets_those_of_the_harness() -> None:
+async def test_a_factory_that_accepts_overrides_gets_those_of_the_harness() -> None:
     payments = FakePayments()
 
     def billing_container(settings: Settings, *overrides: BaseProvider) -> AsyncContainer:
@@ -497,7 +504,7 @@ async def test_a_factory_that_takes_overriding_providers_gets_those_of_the_harne
             IdempotencyProvider(),
             KafkaProvider(),
             IdempotentDispatcherProvider(billing),
-            Own(),
+            ConnectionProvider(),
             *overrides,
             context={Settings: settings, ServiceName: ServiceName("billing")},
             validation_settings=STRICT_VALIDATION,
@@ -510,21 +517,23 @@ async def test_a_factory_that_takes_overriding_providers_gets_those_of_the_harne
     assert len(payments.charges) == 1
 
 
-async def test_what_does_not_come_to_an_end_says_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.testing.harness_run.PATIENCE_SECONDS", 60.0)
+async def test_the_error_of_unsettled_deliveries_shows_the_open_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("integr8s_idem.testing.harness_run.SIMULATED_LIMIT_SECONDS", 60.0)
 
     async with harness_of(FakePayments()) as harness:
         harness.store.down.add("reserve")
-        with pytest.raises(NotSettledError, match=r"billing 1 is paused .*1 messages behind.* not to answer: reserve"):
+        with pytest.raises(
+            NotSettledError, match=r"billing 1 is paused .*1 uncommitted .* switched off by the test: reserve"
+        ):
             await harness.publish(Placed())
         harness.store.down.clear()
 
 
-async def test_a_harness_that_has_not_begun_says_so() -> None:
+async def test_using_a_harness_before_entering_it_raises_an_error() -> None:
     with pytest.raises(RuntimeError, match="async with harness"):
         await harness_of(FakePayments()).publish(Placed())
 
 
-async def test_overrides_go_with_a_file() -> None:
-    with pytest.raises(ApplicationError, match="put them in there"):
+async def test_overrides_cannot_be_combined_with_a_settings_object() -> None:
+    with pytest.raises(ApplicationError, match="set the values in the object"):
         WorkerHarness(PLATFORM, settings=SETTINGS, overrides={"kafka": {}})

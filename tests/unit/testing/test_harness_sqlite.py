@@ -1,4 +1,4 @@
-"""The harness with records in a SQLite file: transactions of handlers, crashes in them, background tasks."""
+"""`WorkerHarness` with a SQLite file: transactional handlers, crashes and background tasks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from integr8s_idem.integrations.dishka import (
 )
 from integr8s_idem.stores.sql import sql_engine
 from integr8s_idem.testing import Fault, WorkerHarness
-from integr8s_idem.testing.faults import MISHAPS
+from integr8s_idem.testing.faults import FAULTS
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ class Mailed(BaseEvent):
 
 
 class Postbox:
-    """Where the handler of this test pauses, and what the other one has got."""
+    """Pauses the handler of a test at a point, and collects received mails."""
 
     def __init__(self) -> None:
         self.mails: list[str] = []
@@ -141,7 +141,7 @@ async def booked(tmp_path: Path) -> list[str]:
     return found
 
 
-async def test_a_redelivery_books_once_and_what_the_transaction_left_is_settled_too(
+async def test_a_redelivery_books_once_and_outbox_events_are_settled(
     harness: WorkerHarness, postbox: Postbox, tmp_path: Path
 ) -> None:
     async with harness:
@@ -156,7 +156,7 @@ async def test_a_redelivery_books_once_and_what_the_transaction_left_is_settled_
     assert postbox.mails == ["1"]
 
 
-async def test_what_a_failed_handler_wrote_is_rolled_back(harness: WorkerHarness, tmp_path: Path) -> None:
+async def test_the_writes_of_a_failed_handler_are_rolled_back(harness: WorkerHarness, tmp_path: Path) -> None:
     async with harness:
         await harness.publish(Booked(account="unlucky"))
 
@@ -164,8 +164,8 @@ async def test_what_a_failed_handler_wrote_is_rolled_back(harness: WorkerHarness
     assert await booked(tmp_path) == ["unlucky"]
 
 
-@pytest.mark.parametrize("fault", MISHAPS, ids=str)
-async def test_whatever_happens_books_once(harness: WorkerHarness, tmp_path: Path, fault: Fault) -> None:
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+async def test_every_fault_books_once(harness: WorkerHarness, tmp_path: Path, fault: Fault) -> None:
     async with harness:
         harness.suffer(fault)
         await harness.publish(Booked(account="1"))
@@ -175,7 +175,7 @@ async def test_whatever_happens_books_once(harness: WorkerHarness, tmp_path: Pat
 
 
 @pytest.mark.parametrize("occurrence", [1, 2])
-async def test_a_crash_with_a_transaction_open_rolls_it_back_and_unlocks_the_file(
+async def test_a_crash_with_an_open_transaction_rolls_back_and_unlocks_the_file(
     harness: WorkerHarness, postbox: Postbox, tmp_path: Path, occurrence: int
 ) -> None:
     async with harness:
@@ -188,13 +188,13 @@ async def test_a_crash_with_a_transaction_open_rolls_it_back_and_unlocks_the_fil
     assert sorted(set(postbox.mails)) == ["1", "2"]
 
 
-async def test_without_a_file_the_error_says_what_to_give(postbox: Postbox) -> None:
-    with pytest.raises(ApplicationError, match="give it a sqlite_file"):
+async def test_the_error_without_a_file_names_the_option(postbox: Postbox) -> None:
+    with pytest.raises(ApplicationError, match="pass a sqlite_file"):
         async with WorkerHarness(platform, "books", fakes={Postbox: postbox}):
             pass
 
 
-async def test_the_example_of_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_example_of_the_documentation_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with WorkerHarness(bookings.platform, sqlite_file=tmp_path / "bookings.db") as harness:
         await harness.publish(bookings.PaymentReceived(account="1", amount=30))
         await harness.redeliver_all()
@@ -237,7 +237,7 @@ async def tick(container: AsyncContainer) -> None:
         clock.ended += 1
 
 
-async def test_background_tasks_run_in_leaping_time_and_end_with_their_service(postbox: Postbox) -> None:
+async def test_background_tasks_run_in_simulated_time_and_end_with_their_service(postbox: Postbox) -> None:
     clock = Clock()
 
     async with WorkerHarness(service_with(tick), fakes={Clock: clock, Postbox: postbox}) as harness:

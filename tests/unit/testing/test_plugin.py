@@ -1,4 +1,4 @@
-"""The pytest plugin, as users have it: in a pytest of its own, with either way to run async tests."""
+"""The pytest plugin in a separate pytest process, with pytest-asyncio and with anyio."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from integr8s_idem.testing.faults import CRASHES, MISHAPS
+from integr8s_idem.testing.faults import CRASHES, FAULTS
 
 ROOT = Path(__file__).parents[3]
 
@@ -80,13 +80,13 @@ class TestInAClass:
     async def test_redelivery(self, harness, payments):
         await test_redelivery(harness, payments)
 
-async def test_mishaps(harness, payments, fault):
+async def test_faults(harness, payments, fault):
     harness.suffer(fault)
     await harness.publish(ORDER)
     assert payments.charges == ["1"]
 
-async def test_careless_mishaps(harness, payments, fault):
-    await test_mishaps(harness, payments, fault)
+async def test_careless_faults(harness, payments, fault):
+    await test_faults(harness, payments, fault)
 
 async def test_crashes(silent, crash_point):
     silent.crash_at(crash_point)
@@ -114,19 +114,19 @@ def test_plain(harness):
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a pytest has told."""
+class PytestResult:
+    """The result of a pytest run."""
 
     outcomes: Mapping[str, str]
-    """By the name of the test, with its parameters."""
+    """Outcomes by test name, with parameters."""
     output: str
 
     def of(self, test: str) -> Counter[str]:
         return Counter(outcome for name, outcome in self.outcomes.items() if name.partition("[")[0] == test)
 
 
-def run(folder: Path, tests: str, *options: str) -> Told:
-    """A pytest of its own, in which every warning is an error."""
+def run(folder: Path, tests: str, *options: str) -> PytestResult:
+    """Run a separate pytest process in which warnings are errors."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(tests)
     quiet = ("-p", "no:schemathesis", "-p", "no:valkey", "-p", "no:cacheprovider", "-W", "error", "-v", "-rs")
@@ -139,60 +139,64 @@ def run(folder: Path, tests: str, *options: str) -> Told:
         timeout=110,
     )
     assert not ran.stderr, ran.stderr
-    return Told(dict(re.findall(r"^test_it\.py::(\S+) (PASSED|FAILED|SKIPPED|ERROR)", ran.stdout, re.M)), ran.stdout)
+    return PytestResult(
+        dict(re.findall(r"^test_it\.py::(\S+) (PASSED|FAILED|SKIPPED|ERROR)", ran.stdout, re.M)), ran.stdout
+    )
 
 
 STRICT = ("-o", "asyncio_mode=strict", "-o", "asyncio_default_fixture_loop_scope=function")
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """By pytest-asyncio, which takes nothing by itself."""
+def result(tmp_path_factory: pytest.TempPathFactory) -> PytestResult:
+    """The result with pytest-asyncio in strict mode."""
     return run(tmp_path_factory.mktemp("asyncio"), TESTS.replace("MODE", "asyncio") + PLAIN, *STRICT)
 
 
-def test_a_harness_that_is_a_fixture_runs_with_its_test(told: Told) -> None:
-    assert told.of("test_redelivery") == {"PASSED": 1}
-    assert told.of("TestInAClass::test_redelivery") == {"PASSED": 1}
+def test_a_harness_fixture_is_entered_for_its_test(result: PytestResult) -> None:
+    assert result.of("test_redelivery") == {"PASSED": 1}
+    assert result.of("TestInAClass::test_redelivery") == {"PASSED": 1}
 
 
-def test_a_repeatable_handler_passes_whatever_happens(told: Told) -> None:
-    assert told.of("test_mishaps") == {"PASSED": len(MISHAPS)}
+def test_a_repeatable_handler_passes_with_every_fault(result: PytestResult) -> None:
+    assert result.of("test_faults") == {"PASSED": len(FAULTS)}
 
 
-def failed(told: Told, test: str) -> Sequence[str]:
-    return [name.removeprefix(test) for name, how in told.outcomes.items() if name.startswith(test) and how == "FAILED"]
+def failed(result: PytestResult, test: str) -> Sequence[str]:
+    return [
+        name.removeprefix(test) for name, how in result.outcomes.items() if name.startswith(test) and how == "FAILED"
+    ]
 
 
-def test_one_that_is_not_repeatable_fails_where_something_strikes_between_effect_and_record(told: Told) -> None:
+def test_a_handler_that_is_not_repeatable_fails_with_faults_between_effect_and_record(result: PytestResult) -> None:
     between = ["crash-after_handler", "crash-before_publish", "crash-after_publish", "crash-before_complete"]
 
-    assert failed(told, "test_careless_mishaps") == [f"[{name}]" for name in (*between, "stall-after_handler")]
+    assert failed(result, "test_careless_faults") == [f"[{name}]" for name in (*between, "stall-after_handler")]
 
 
-def test_points_that_a_service_does_not_get_to_are_skipped_and_one_that_is_named_fails(told: Told) -> None:
-    """The audit is not guarded: it reserves nothing and completes nothing; and it publishes nothing."""
-    assert told.of("test_crashes") == {"PASSED": len(CRASHES) - 6, "SKIPPED": 6}
-    assert told.of("test_crash_by_name") == {"FAILED": 1}
-    assert "NotReachedError: nobody got to: crash at before_publish; points that were passed: on_assign" in told.output
+def test_unreached_points_are_skipped_as_parameters_but_fail_by_name(result: PytestResult) -> None:
+    """The audit service is not guarded: it reserves, completes and publishes nothing."""
+    assert result.of("test_crashes") == {"PASSED": len(CRASHES) - 6, "SKIPPED": 6}
+    assert result.of("test_crash_by_name") == {"FAILED": 1}
+    assert "NotReachedError: not reached: crash at before_publish; reached points: on_assign" in result.output
 
 
-def test_a_plain_function_is_told_to_be_an_async_one(told: Told) -> None:
-    assert told.of("test_plain") == {"FAILED": 1}
-    assert "a test that uses a harness is an async function" in told.output
+def test_a_plain_test_function_with_a_harness_fails(result: PytestResult) -> None:
+    assert result.of("test_plain") == {"FAILED": 1}
+    assert "a test that uses a harness must be an async function" in result.output
 
 
-def test_a_harness_over_real_sockets_does_the_same_and_tests_share_the_servers(told: Told) -> None:
-    assert told.of("test_sockets") + told.of("test_sockets_again") == {"PASSED": 2}
+def test_tests_with_embedded_harnesses_share_the_servers(result: PytestResult) -> None:
+    assert result.of("test_sockets") + result.of("test_sockets_again") == {"PASSED": 2}
 
 
-def test_with_anyio_in_place_of_pytest_asyncio_it_is_the_same(tmp_path: Path) -> None:
-    told = run(tmp_path, TESTS.replace("MODE", "anyio"), "-p", "no:asyncio", "-k", "redelivery or after_handler")
+def test_the_plugin_works_with_anyio(tmp_path: Path) -> None:
+    result = run(tmp_path, TESTS.replace("MODE", "anyio"), "-p", "no:asyncio", "-k", "redelivery or after_handler")
 
-    assert told.of("test_redelivery") + told.of("TestInAClass::test_redelivery") == {"PASSED": 2}
-    assert failed(told, "test_careless_mishaps") == ["[crash-after_handler]", "[stall-after_handler]"]
+    assert result.of("test_redelivery") + result.of("TestInAClass::test_redelivery") == {"PASSED": 2}
+    assert failed(result, "test_careless_faults") == ["[crash-after_handler]", "[stall-after_handler]"]
 
 
-def test_it_is_not_there_unless_it_is_asked_for() -> None:
-    """Every pytest of an environment imports what is an entry point, of whatever project."""
+def test_the_plugin_is_not_an_entry_point() -> None:
+    """An entry point would be imported by every pytest run in the environment."""
     assert not [each for each in entry_points(group="pytest11") if each.value.startswith("integr8s_idem")]

@@ -1,4 +1,4 @@
-"""Histories of a store that answers wrongly, and of a good one on a machine that stalls."""
+"""Random histories with an incorrect store, and with a correct store on a stalled machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STALL = timedelta(seconds=7)
 
 
 class _Miscounting(MemoryIdempotencyRepository):
-    """Counts an active key too many as soon as there is one."""
+    """A store that counts one active key too many."""
 
     async def count_active(self, prefix: str = "") -> int:
         active = await super().count_active(prefix)
@@ -23,7 +23,7 @@ class _Miscounting(MemoryIdempotencyRepository):
 
 
 class _Stalling(MemoryIdempotencyRepository):
-    """A good store, on a machine that stands still at every so many reads: leases end that the model takes for held."""
+    """A correct store on a machine that stalls at some reads, so that leases expire unexpectedly for the model."""
 
     def __init__(self, every: int) -> None:
         self.clock = SteppedClock()
@@ -43,18 +43,18 @@ class _Stalling(MemoryIdempotencyRepository):
         return self._stalled.total_seconds()
 
 
-async def test_a_store_that_differs_from_the_model_is_found() -> None:
+async def test_a_store_that_differs_from_the_model_fails() -> None:
     clock = SteppedClock()
     with pytest.raises(AssertionError, match="count_active"):
         await check_histories(_Miscounting(clock=clock), clock.advance, SIZE)
 
 
-async def test_a_stall_is_not_held_against_the_store() -> None:
+async def test_a_stalled_machine_does_not_fail_a_correct_store() -> None:
     store = _Stalling(every=50)
     await check_histories(store, store.clock.advance, SIZE, store.stopwatch)
 
 
-async def test_a_store_too_slow_to_be_compared_is_not_called_good() -> None:
+async def test_a_store_that_is_too_slow_to_compare_fails() -> None:
     store = _Stalling(every=5)
     with pytest.raises(AssertionError, match="histories took longer than 4 s"):
         await check_histories(store, store.clock.advance, SIZE, store.stopwatch)

@@ -1,4 +1,4 @@
-"""Processes within the event loop of a test, and the broker in memory that they meet at."""
+"""Simulated processes in an event loop, and the in-memory broker that they share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def process() -> Process:
 
 
 @pytest.fixture
-async def _steered() -> Iterator[None]:  # type: ignore[misc]  # it is async, so that it is on the loop of the test
+async def _steered() -> Iterator[None]:  # type: ignore[misc]  # async, so that it runs on the loop of the test
     with processes_in_loop():
         yield
 
@@ -32,7 +32,7 @@ async def turns() -> None:
 
 @pytest.mark.usefixtures("_steered")
 class TestProcess:
-    async def test_the_dead_take_no_step_though_what_they_wait_for_has_come(self, process: Process) -> None:
+    async def test_a_dead_process_takes_no_step_after_its_wait_ends(self, process: Process) -> None:
         steps, awaited = [], asyncio.Event()
 
         async def work() -> None:
@@ -52,7 +52,7 @@ class TestProcess:
 
         assert (before_burial, steps) == ([], ["finally"])
 
-    async def test_tasks_that_a_process_has_begun_share_its_fate(self, process: Process) -> None:
+    async def test_tasks_of_a_process_die_with_it(self, process: Process) -> None:
         steps = []
 
         async def child() -> None:
@@ -60,9 +60,9 @@ class TestProcess:
             steps.append("child")
 
         async def work() -> None:
-            begun = asyncio.create_task(child())
+            started = asyncio.create_task(child())
             process.die()
-            await begun
+            await started
 
         process.start(work())
         await turns()
@@ -71,7 +71,7 @@ class TestProcess:
 
         assert seen == []
 
-    async def test_what_is_stalled_goes_on_where_it_stood(self, process: Process) -> None:
+    async def test_a_stalled_process_continues_where_it_stopped(self, process: Process) -> None:
         awaited = asyncio.Event()
 
         async def work() -> str:
@@ -89,7 +89,7 @@ class TestProcess:
         assert stood
         assert await task == "done"
 
-    async def test_a_cancellation_reaches_a_stalled_process_when_it_goes_on(self, process: Process) -> None:
+    async def test_a_cancellation_reaches_a_stalled_process_when_it_continues(self, process: Process) -> None:
         heard = []
 
         async def work() -> None:
@@ -110,7 +110,7 @@ class TestProcess:
 
         assert (too_early, heard, task.cancelled()) == ([], ["cancelled"], True)
 
-    async def test_a_burial_ends_what_waits_for_ever_and_what_does_not_want_to_end(self, process: Process) -> None:
+    async def test_bury_ends_endless_waits_and_stubborn_coroutines(self, process: Process) -> None:
         async def stubborn() -> None:
             while True:
                 try:
@@ -126,7 +126,7 @@ class TestProcess:
         assert all(task.cancelled() for task in tasks)
         assert process.tasks == []
 
-    async def test_tasks_of_the_test_itself_are_left_alone(self, process: Process) -> None:
+    async def test_tasks_of_the_test_itself_are_not_affected(self, process: Process) -> None:
         process.die()
 
         assert await asyncio.create_task(asyncio.sleep(0, "done")) == "done"
@@ -144,7 +144,7 @@ async def joined(broker: MemoryBroker) -> MemoryConsumer:
     return consumer
 
 
-async def test_whoever_is_out_of_the_group_commits_and_fetches_nothing() -> None:
+async def test_a_consumer_that_lost_its_membership_cannot_commit_or_fetch() -> None:
     broker, at = MemoryBroker(lambda: 0), Partition("placed", 0)
     first = await joined(broker)
     second = await joined(broker)

@@ -1,4 +1,4 @@
-"""The loop whose time jumps."""
+"""The event loop with simulated time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from integr8s_idem.testing.virtual_time import EPOCH, DeadlockError, run_virtual
 
 
 @virtual_time
-async def test_a_sleep_of_a_year_takes_a_year_of_the_loop_and_no_time_of_ours() -> None:
+async def test_a_sleep_of_a_year_takes_no_real_time() -> None:
     loop, began = asyncio.get_running_loop(), time.monotonic()
 
     await asyncio.sleep(365 * 86_400)
@@ -22,7 +22,7 @@ async def test_a_sleep_of_a_year_takes_a_year_of_the_loop_and_no_time_of_ours() 
 
 
 @virtual_time
-async def test_time_stands_still_while_anything_can_run() -> None:
+async def test_time_does_not_move_while_a_task_can_run() -> None:
     loop = asyncio.get_running_loop()
     alarm = loop.call_later(1, lambda: None)
 
@@ -34,7 +34,7 @@ async def test_time_stands_still_while_anything_can_run() -> None:
 
 
 @virtual_time
-async def test_timers_fire_in_their_order_and_at_their_time() -> None:
+async def test_timers_fire_in_order_and_on_time() -> None:
     loop = asyncio.get_running_loop()
     fired: list[tuple[str, float]] = []
 
@@ -60,7 +60,7 @@ async def test_timeouts_and_cancelled_timers_work() -> None:
     assert loop.time() == 3_610
 
 
-def test_what_waits_for_ever_is_a_deadlock_and_said_so() -> None:
+def test_an_endless_wait_raises_a_deadlock_error() -> None:
     async def forever() -> None:
         await asyncio.get_running_loop().create_future()
 
@@ -68,7 +68,7 @@ def test_what_waits_for_ever_is_a_deadlock_and_said_so() -> None:
         run_virtual(forever())
 
 
-def test_values_and_errors_come_out() -> None:
+def test_run_virtual_returns_values_and_raises_errors() -> None:
     async def good() -> int:
         return 42
 
@@ -80,7 +80,7 @@ def test_values_and_errors_come_out() -> None:
         run_virtual(bad())
 
 
-def test_what_still_runs_at_the_end_is_cancelled() -> None:
+def test_tasks_that_still_run_at_the_end_are_cancelled() -> None:
     ends: list[str] = []
 
     async def left_behind() -> None:
@@ -110,7 +110,7 @@ async def test_the_wall_clock_of_stores_follows_the_loop() -> None:
     assert (virtual_now() - before).total_seconds() == 90
 
 
-def test_code_without_a_loop_reads_the_real_wall_clock_while_a_simulated_one_exists() -> None:
+def test_code_without_a_loop_reads_the_real_wall_clock() -> None:
     loop = asyncio.new_event_loop()
     try:
         set_wall_clock(loop, lambda: 0)
