@@ -34,7 +34,7 @@ class Servers:
     broker: KafkaBroker
     redis: RedisServer
     folder: Path
-    """Files of the trials; deleted with the servers."""
+    """Files of the trials; deleted when the servers are stopped."""
     producer: Any
     admin: Any
     store: RedisIdempotencyRepository

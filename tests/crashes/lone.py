@@ -25,9 +25,9 @@ async def crash_one_job(servers: Servers, fork_server: ForkServer, point: CrashP
     Raises:
         ViolationError: A promise was broken, or the worker did not reach `point`.
     """
-    folder = servers.folder / f"lone-{point.value}"
+    folder = servers.folder / f"single-{point.value}"
     folder.mkdir()
-    prefix = f"lone-{point.value}."
+    prefix = f"single-{point.value}."
     order = Order(bootstrap=servers.broker.bootstrap, store=servers.redis_settings, prefix=prefix, folder=str(folder))
     effects = Effects(folder)
     effects.prepare()

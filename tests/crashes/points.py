@@ -27,7 +27,7 @@ from tests.crashes.judging import CompletedKeys, judge, log_tail
 from tests.crashes.orders import Order
 from tests.support.effects import Effects
 
-LIVES: Final = 3
+CRASHES: Final = 3
 """Workers of a trial that die: their points are three neighbors in a shuffled list of all points."""
 
 COPIES: Final = 3
@@ -122,10 +122,10 @@ async def run_on(
 def points_of(number: int) -> list[CrashPoint]:
     """Return the crash points of a trial; eleven trials, starting at a multiple of eleven, cover each point once."""
     points = list(POINTS)
-    trials = len(points) // LIVES
+    trials = len(points) // CRASHES
     random.Random(number // trials).shuffle(points)
-    start = number % trials * LIVES
-    return points[start : start + LIVES]
+    start = number % trials * CRASHES
+    return points[start : start + CRASHES]
 
 
 class Trial:
@@ -163,8 +163,8 @@ class Trial:
         self._folder.mkdir()
         self._effects.prepare()
         async with self._resources(), self._servers.topic_set(self._order.prefix) as topics:
-            for life, point in enumerate(self._points):
-                await self._crash(topics, f"{self._number}.{life}", point)
+            for crash, point in enumerate(self._points):
+                await self._crash(topics, f"{self._number}.{crash}", point)
             seen = self._completed_so_far()
             await self._publish(topics, f"{self._number}.last")
             await self._settle_all(topics)

@@ -26,7 +26,7 @@ from tests.crashes.forks import ForkedWorker, ForkServer
 from tests.crashes.judging import log_tail
 from tests.crashes.serving import SHAPES, TRANSACTIONAL, reserved_port
 from tests.crashes.stores import open_database
-from tests.crashes.subscribing_points import COMMIT, COMPLETE, EFFECT, KINDS, LEASE, LIVES, RESERVE
+from tests.crashes.subscribing_points import COMMIT, COMPLETE, CRASHES, EFFECT, KINDS, LEASE, RESERVE
 from tests.crashes.tills import TillOrder, allowed, attempts_of, concurrent_trials, judge_rows
 from tests.crashes.transacting import tables
 from tests.support.homes import Home, open_home
@@ -206,7 +206,7 @@ async def crash_once(servers: Servers, fork_server: ForkServer, shape: str, poin
 
 def points_of(number: int) -> Sequence[CrashPoint]:
     """Return the crash points of a trial."""
-    return random.Random(number).sample(ORDERED_POINTS, LIVES)
+    return random.Random(number).sample(ORDERED_POINTS, CRASHES)
 
 
 async def one_trial(servers: Servers, fork_server: ForkServer, number: int) -> Figures:
@@ -220,9 +220,9 @@ async def one_trial(servers: Servers, fork_server: ForkServer, number: int) -> F
     kind = KINDS[(number + number // len(SHAPES)) % len(KINDS)]
     trial = Trial(servers, fork_server, f"http{number}", shape, kind)
     async with trial.resources():
-        for life, point in enumerate(points_of(number)):
+        for turn, point in enumerate(points_of(number)):
             for index in range(REQUESTS):
-                trial.request(f"{life}.{index}")
+                trial.request(f"{turn}.{index}")
             await trial.crash(point, rng.randint(1, REQUESTS))
         await trial.settle()
         await trial.verdict()

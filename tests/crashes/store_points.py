@@ -11,7 +11,7 @@ from typing import Final
 from tests.campaigns.figures import Campaign, Figures
 from tests.crashes.forks import ForkServer
 from tests.crashes.ground import Servers, Topics
-from tests.crashes.points import LIVES, POINTS, Trial, points_of, run_trials
+from tests.crashes.points import CRASHES, POINTS, Trial, points_of, run_trials
 from tests.support.homes import at_hand, open_records
 
 ALL: Final = ("postgresql", "sqlite", "mysql", "redis-cluster", "redis-sentinel", "dynamodb")
@@ -67,9 +67,9 @@ CAMPAIGN = Campaign(
     "Cluster, Redis with Sentinels, or on DynamoDB Local, and a real Kafka",
     scenarios=(17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27),
     in_test=2 * len(KINDS),
-    at_least=2 * LIVES * len(KINDS) - 2,
+    at_least=2 * CRASHES * len(KINDS) - 2,
     target=KILLS_OF_A_KIND * len(KINDS),
-    on_page=(2 * LIVES * len(ALL) - 2, KILLS_OF_A_KIND * len(ALL)),
-    batch=len(POINTS) // LIVES * len(KINDS),
+    on_page=(2 * CRASHES * len(ALL) - 2, KILLS_OF_A_KIND * len(ALL)),
+    batch=len(POINTS) // CRASHES * len(KINDS),
     run=run,
 )

@@ -31,7 +31,7 @@ from tests.crashes.transacting import tables
 
 MODULE: Final = "tests.crashes.subscribing"
 KINDS: Final = ("sqlite", "postgresql")
-LIVES: Final = 3
+CRASHES: Final = 3
 JOBS: Final = 4
 """New jobs for each application."""
 COPIES: Final = 2
@@ -221,7 +221,7 @@ async def crash_once(
 
 def points_of(number: int) -> Sequence[CrashPoint]:
     """Return the crash points of a trial."""
-    return random.Random(number).sample(POINTS, LIVES)
+    return random.Random(number).sample(POINTS, CRASHES)
 
 
 async def one_trial(servers: Servers, fork_server: ForkServer, number: int) -> Figures:
@@ -236,8 +236,8 @@ async def one_trial(servers: Servers, fork_server: ForkServer, number: int) -> F
     trial = Trial(servers, fork_server, f"fs{number}", shape, kind, partitions=2)
     jobs: list[Job] = []
     async with trial.resources() as topics:
-        for life, point in enumerate([*points_of(number), None]):
-            new = [Job(work=f"{life}.{index}", aggregate_id=f"{index}") for index in range(JOBS)]
+        for turn, point in enumerate([*points_of(number), None]):
+            new = [Job(work=f"{turn}.{index}", aggregate_id=f"{index}") for index in range(JOBS)]
             await topics.publish([*new, *rng.sample(jobs, min(COPIES, len(jobs)))])
             jobs += new
             if point is None:

@@ -20,7 +20,7 @@ from tests.crashes.books import Books, Event, judge_books, judge_end, published_
 from tests.crashes.forks import ForkServer
 from tests.crashes.ground import Servers, Topics
 from tests.crashes.judging import judge_dead_letters
-from tests.crashes.points import FREQUENT_POINTS, LIVES, REQUEST_POINTS, TRANSACTION_POINTS, Trial, run_trials
+from tests.crashes.points import CRASHES, FREQUENT_POINTS, REQUEST_POINTS, TRANSACTION_POINTS, Trial, run_trials
 from tests.crashes.stores import open_database
 from tests.crashes.transacting import STEPS, tables
 
@@ -72,13 +72,13 @@ def points_of(number: int) -> list[CrashPoint]:
     Thirteen trials, starting at a multiple of thirteen, cover each point once, and the transactional points in the
     first five.  26 trials, starting at a multiple of 26, cover each point once per kind of database.
     """
-    trials = len(POINTS) // LIVES
+    trials = len(POINTS) // CRASHES
     rng = random.Random(number // (trials * len(KINDS)))
     own = [point for point in POINTS if point in TRANSACTION_POINTS]
     others = [point for point in POINTS if point not in TRANSACTION_POINTS]
     points = rng.sample(own, len(own)) + rng.sample(others, len(others))
-    start = number % trials * LIVES
-    return points[start : start + LIVES]
+    start = number % trials * CRASHES
+    return points[start : start + CRASHES]
 
 
 class TransactionalTrial(Trial):

@@ -73,7 +73,7 @@ async def raw_of(client: Redis, key: str = "k") -> bytes:
 
 
 async def spread(client: Redis, records: list[bytes]) -> list[str]:
-    """Write reservation record under its own key, and return the keys."""
+    """Write each record under its own key, and return the keys."""
     keys = [f"k{number}" for number in range(len(records))]
     await client.mset(dict(zip(keys, records, strict=True)))
     return keys

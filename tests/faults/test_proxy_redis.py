@@ -76,7 +76,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "half sent": {"way": Way.TO_SERVER, "after": 40, "reset": True},
     "answer lost": {"reset": True},
     "half answered": {"after": 1},
-    "answer lost, again and again": {"times": 5},
+    "answer lost repeatedly": {"times": 5},
 }
 VERBS = {"reserve": [1], "renew": [1], "complete": [1], "release": [2], "fail": []}
 """Attempts whose effects happen, by verb."""
@@ -100,7 +100,7 @@ async def test_an_interrupted_call_is_repeated_safely(
         shop.publish(order)
         await shop.settled()
 
-        assert cut.struck == (1 if "again" not in step else 5)
+        assert cut.struck == (5 if "repeatedly" in step else 1)
         assert shop.attempts(verb) == VERBS[verb]
         assert shop.judge()["repeats"] == 0
         assert len(shop.broker.values(DEAD)) == (2 if verb == "fail" else 0)

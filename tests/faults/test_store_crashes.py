@@ -16,7 +16,7 @@ from tests.campaigns.figures import Figures, ViolationError
 from tests.crashes import store_points, transactional, transactional_zombies
 from tests.crashes.forks import ForkServer
 from tests.crashes.ground import Servers, open_servers
-from tests.crashes.points import LIVES, TRANSACTION_POINTS, run_on
+from tests.crashes.points import CRASHES, TRANSACTION_POINTS, run_on
 from tests.crashes.store_points import StoreTrial
 from tests.crashes.transactional import KINDS, POINTS, TransactionalTrial, points_of
 from tests.crashes.transactional_zombies import ZombieTrial
@@ -95,7 +95,7 @@ def test_row_outcome_and_events_exist_together_and_once_when_workers_die_at_any_
 
     assert without_kills(figures, TRANSACTION_POINTS) == []
     assert figures["kills"] >= transactional.CAMPAIGN.shown_in_test
-    assert min(figures["kills:postgresql"], figures["kills:sqlite"]) >= LIVES
+    assert min(figures["kills:postgresql"], figures["kills:sqlite"]) >= CRASHES
     assert figures["completed"] > figures["completed_before_the_end"] > transactional.CAMPAIGN.in_test
 
 
@@ -106,7 +106,7 @@ def test_work_is_done_once_with_any_store_when_workers_die_at_any_point(outcome:
     figures = figures_of(outcome.stand_alone)
 
     assert figures["kills"] >= store_points.CAMPAIGN.shown_in_test
-    assert min(figures[f"kills:{kind}"] for kind in store_points.KINDS) >= LIVES
+    assert min(figures[f"kills:{kind}"] for kind in store_points.KINDS) >= CRASHES
     assert figures["lost"] == figures["fenced_repeats"] == 0
     assert figures["completed"] > figures["completed_before_the_end"] > 2 * store_points.CAMPAIGN.in_test
 

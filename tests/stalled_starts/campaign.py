@@ -241,7 +241,7 @@ class Trial:
                 for start in lines.starts
                 if start.attempt == 1 and start.work == f"work-{self._order.blocked_work}"
             ]
-        # A blocked event loop is no excuse: nothing can run between a check and the call.
+        # A blocked event loop excuses no late start: nothing can run between a check and the call.
         figures = judge_starts(lines, self._stalls if self.plan.pauses else [])
         keys = list({start.key for start in lines.starts})
         async with open_records({**self._settings, "timeout_seconds": 30}, self._order.key_prefix) as store:
