@@ -1,1 +1,1 @@
-"""Hostile input in numbers: seeded mutators, what must hold whatever they make, and the campaign over both."""
+"""Fuzz tests: seeded mutators, properties that must hold for all input, and their campaign."""

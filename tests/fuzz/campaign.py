@@ -1,4 +1,4 @@
-"""The campaign `fuzz`: numbered hostile inputs for everything that reads what others wrote."""
+"""The campaign `fuzz`: numbered hostile inputs for everything that reads external data."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.fuzz.settings import configured
 from tests.fuzz.stored import recorded, resulted
 
 LONGEST_SECONDS: Final = 3.0
-"""Of this thread's processor time, for one input."""
+"""Maximum CPU time of this thread per input."""
 _OFTEN: Final[tuple[Callable[[Random], Figures], ...]] = (decoded, recorded, keyed, canonical, resulted, with_headers)
 _ONE_IN: Final = 50
-"""Reading settings takes a hundred times as long as the others: one number in so many is for them."""
+"""Loading settings takes a hundred times as long as the other targets, so only one input in this many is for them."""
 
 
 def input_numbered(number: int) -> Figures:
-    """One input.
+    """Test an input.
 
     Raises:
-        ViolationError: Something did not hold; the message names the number.
+        ViolationError: A property did not hold; the message names the number.
     """
     random = Random(number)
     target = configured if number % _ONE_IN == 0 else _OFTEN[number % len(_OFTEN)]
@@ -41,7 +41,7 @@ def input_numbered(number: int) -> Figures:
 
 
 def run(first: int, count: int) -> Figures:
-    """Inputs `first` to `first + count - 1`."""
+    """Test the inputs `first` to `first + count - 1`."""
     total = Figures()
     for number in range(first, first + count):
         total.update(input_numbered(number))

@@ -1,11 +1,11 @@
-"""Saying what must hold, also where an error is being looked at."""
+"""Assertions that also work inside exception handlers."""
 
 from __future__ import annotations
 
 from tests.campaigns.figures import ViolationError
 
 
-def must(fact: object, told: object = "") -> None:
-    """Raises `ViolationError` unless `fact` is true."""
+def must(fact: object, details: object = "") -> None:
+    """Raise `ViolationError` unless `fact` is true."""
     if not fact:
-        raise ViolationError(str(told)[:2_000])
+        raise ViolationError(str(details)[:2_000])

@@ -1,4 +1,4 @@
-"""What must hold for any message: an event, or a refusal with one of six reasons; in time; the same for all readers."""
+"""Any message decodes to an event or is rejected with a known reason, in bounded time, and equally by all readers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OBSERVER = OpenTelemetryObserver("billing")
 
 
 def message(random: Random) -> bytes:
-    """An event's body, sound or spoiled."""
+    """Return the body of an event, valid or damaged."""
     table: dict[str, Any] = {
         "event_id": f"0192-{random.randrange(10**6)}",
         "event_type": "order_placed",
@@ -61,9 +61,9 @@ def message(random: Random) -> bytes:
 
 
 def decoded(random: Random) -> Figures:
-    """One message through decoding, keys and encoding."""
+    """Decode a message, derive keys and encode it again."""
     raw = message(random)
-    must(_told(read_json, raw) == _told(_read_carefully, raw), raw)
+    must(_outcome(read_json, raw) == _outcome(_read_carefully, raw), raw)
     try:
         event = DECODER.decode(raw)
     except UndecodableEventError as error:
@@ -71,8 +71,8 @@ def decoded(random: Random) -> Figures:
         return Figures({f"refused_{error.reason}": 1})
     assert isinstance(event, OrderPlaced)
     first, last = (json.loads(raw, object_pairs_hook=hook) for hook in (_first_wins, dict))
-    assert first["event_id"] == last["event_id"] == event.event_id, "two readers would see two ids"
-    assert repr(first) == repr(last), "two readers would see two events"
+    assert first["event_id"] == last["event_id"] == event.event_id, "two readers see different ids"
+    assert repr(first) == repr(last), "two readers see different events"
     again = DECODER.decode(encode_event(event))
     assert again == event
     assert all(isinstance(value, bytes) for _, value in event_headers(event))
@@ -81,7 +81,7 @@ def decoded(random: Random) -> Figures:
     return Figures(accepted=1)
 
 
-def _told(read: Callable[[bytes], object], raw: bytes) -> str:
+def _outcome(read: Callable[[bytes], object], raw: bytes) -> str:
     try:
         return repr(read(raw))
     except UndecodableEventError as error:
@@ -98,7 +98,7 @@ def _keyed(resolver: KeyResolver, event: BaseEvent, again: BaseEvent) -> None:
     assert full.isascii(), full
     assert full.isprintable(), full
     assert len(full) <= MAX_KEY_LENGTH, full
-    assert resolver.resolve("charge", again) == keyed, "the key of an event changes on its way"
+    assert resolver.resolve("charge", again) == keyed, "the key of an event changes when it is encoded and decoded"
 
 
 def _first_wins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _first_wins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def with_headers(random: Random) -> Figures:
-    """Headers of any kind: a generation or a refusal, a span's parent or none, and all of them in the dead letter."""
+    """Read arbitrary headers: the generation or its rejection, the parent span, and their copies in the dead letter."""
     headers: Any = [
         (random.choice(_HEADERS), random.choice((None, b"", b"1", b"\xff", text(random).encode("utf-8", "replace"))))
         for _ in range(random.choice((0, 1, 3, 3, 200)))
@@ -121,6 +121,6 @@ def with_headers(random: Random) -> Figures:
         pass
     letter = DeadLetter("malformed", ValueError(text(random, 20))).headers(record, "billing", "billing")
     assert letter[: len(headers)] == headers
-    # Half a letter takes six bytes as an escape.
+    # An escaped surrogate takes six bytes.
     assert all(len(value) <= 6 * LONGEST_ERROR for _, value in letter[len(headers) :])
     return Figures(headers=1)

@@ -1,4 +1,4 @@
-"""What must hold for any parts of a key: bounded printable ASCII, and no two different inputs make one key."""
+"""For any parts, keys are bounded printable ASCII, and different inputs have different keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.fuzz.mutators import text, value
 
 
 def keyed(random: Random) -> Figures:
-    """Two tuples of parts that are nearly the same."""
+    """Compare the keys of two similar tuples of parts."""
     one = [text(random) or "x" for _ in range(5)]
     other = _nearly(random, one)
     keys = []
@@ -30,7 +30,7 @@ def keyed(random: Random) -> Figures:
 
 
 def _nearly(random: Random, parts: list[str]) -> list[str]:
-    """A letter moved over the border of two parts, or any other small change."""
+    """Move a character from one part to the next, or make another small change."""
     parts = list(parts)
     at = random.randrange(4)
     match random.randrange(4):
@@ -46,7 +46,7 @@ def _nearly(random: Random, parts: list[str]) -> list[str]:
 
 
 def canonical(random: Random) -> Figures:
-    """Two values that are nearly the same: one form exactly if they are one value."""
+    """Compare the canonical forms of two similar values, which are equal if and only if the values are."""
     one = value(random)
     other = value(Random(random.randrange(50))) if random.random() < 0.5 else _other_order(one)
     try:
@@ -65,7 +65,7 @@ def _other_order(given: object) -> object:
 
 
 def _exact(given: object) -> str:
-    """What is one value to JSON: 1 and 1.0 and 1e0, 0 and -0.0, but not 1 and true."""
+    """Return equal texts for equal JSON values: 1, 1.0 and 1e0, or 0 and -0.0, but not 1 and true."""
     if isinstance(given, dict):
         return "{" + ",".join(f"{name!r}:{_exact(given[name])}" for name in sorted(given)) + "}"
     if isinstance(given, list):

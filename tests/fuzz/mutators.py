@@ -1,4 +1,4 @@
-"""Seeded damage: the same random source makes the same hostile input, on every machine."""
+"""Seeded mutators: the same random source creates the same hostile input on every machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEXTS = (
     "\0", "\n", "\r\n", "\t", "\x1b[2J", "\x7f", "\u202e", "\u200b", "\ufeff", "é", "e\u0301", "😀", "\ud800", "\udcff",
     "None", "null", "true", "NaN", "1e999", "order_placed", "event_id", "redis://u:p@h/0", "${jndi:x}", "__proto__",
 )  # fmt: skip
-"""Letters that mean something to somebody: separators, globs, escapes, halves of letters, right to left."""
+"""Characters with a special meaning: separators, globs, escapes, surrogates and bidirectional marks."""
 
 NUMBERS = (0, -0.0, 1, 1.0, -1, 2**31, 2**53, 2**53 + 1, 2**63, 2**64, -(2**63), 10**400, 1e308, 5e-324, 0.1)
 _RAW = (
@@ -20,17 +20,17 @@ _RAW = (
     b"]", b"}", b"{", b"[", b'"', b"9" * 5_000, b"[" * 2_000, b'{"a":' * 2_000, b"\\", b":", b"\n", b"null",
     b"{}", b'{"":1,"":2}',
 )  # fmt: skip
-"""Pieces of JSON that is none, or nearly none."""
+"""Fragments of invalid or unusual JSON."""
 
 
 def text(random: Random, longest: int = 4) -> str:
-    """A few pieces behind one another; now and then very many."""
+    """Return a text of a few pieces, and sometimes of very many."""
     pieces = [random.choice(TEXTS) for _ in range(random.randint(0, longest))]
     return "".join(pieces) * (random.choice((50, 2_000)) if random.random() < 0.02 else 1)
 
 
 def value(random: Random, depth: int = 3) -> Any:
-    """Anything that JSON can hold, and NaN."""
+    """Return a random JSON value, including NaN."""
     kind = random.randrange(9 if depth else 6)
     match kind:
         case 0:
@@ -48,7 +48,7 @@ def value(random: Random, depth: int = 3) -> Any:
 
 
 def damaged(random: Random, raw: bytes) -> bytes:
-    """`raw` after one or several of: flipped bits, other bytes, parts cut out, doubled, swapped or put in."""
+    """Return `raw` with flipped bits, replaced bytes, or parts deleted, duplicated, swapped or inserted."""
     for _ in range(random.choice((1, 1, 1, 2, 3, 8))):
         raw = _damage(random, raw)
     return raw
@@ -74,14 +74,14 @@ def _damage(random: Random, raw: bytes) -> bytes:
 
 
 def flipped(raw: bytes, bit: int) -> bytes:
-    """`raw` with one bit the other way round."""
+    """Return `raw` with one bit flipped."""
     changed = bytearray(raw)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
 
 
 def document(random: Random, table: dict[str, Any]) -> bytes:
-    """`table` as JSON of one of the forms that producers write, with some names or values changed."""
+    """Return `table` as JSON in a form that producers write, with some names or values changed."""
     table = dict(table)
     for _ in range(random.choice((0, 0, 1, 1, 2))):
         name = random.choice(list(table)) if table and random.random() < 0.8 else text(random, 2)

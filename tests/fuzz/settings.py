@@ -1,4 +1,4 @@
-"""What must hold for any file and environment: settings, or one error that lists all mistakes and no secret."""
+"""Any file and environment load as settings, or raise an error that lists all mistakes without secrets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CANARY = "hunter2-canary"
 
 
 def _lines_by_section() -> dict[str, list[str]]:
-    """The lines of a sound file, those without a default included, below their sections."""
+    """Return the lines of a valid file by section, including settings without a default."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in example_settings().splitlines():
@@ -47,7 +47,7 @@ _SECRETS = (
 
 
 def file_of(random: Random) -> bytes:
-    """From a file that is nearly sound to one of nothing but mistakes."""
+    """Return a settings file, from almost valid to completely invalid."""
     hostile = random.choice((0.0, 0.05, 0.3, 0.6))
     lines = []
     for section in random.sample(list(_LINES), random.randint(0, 4)):
@@ -70,15 +70,15 @@ def environment_of(random: Random) -> dict[str, str]:
     names = ("KAFKA", "KAFKA__CLIENT_ID", "STORE__PASSWORD", "STORE__URL", "SERVICES__A__TOPICS", "SERVICES", "X", "__")
     values = ("x", "[", "[" * 5_000, '{"a": 1, "a": 2}', '{"client_id": "a"}', "1", "\udcff")
     chosen = random.sample(names, random.choice((0, 0, 0, 1, 2)))
-    told = {f"INTEGR8S_IDEM_{name}": random.choice(values) for name in chosen}
+    variables_by_name = {f"INTEGR8S_IDEM_{name}": random.choice(values) for name in chosen}
     secrets = {"STORE__PASSWORD": CANARY, "STORE__URL": f"redis://:{CANARY}@h/{random.choice(('0', 'x'))}"}
-    return told | {
+    return variables_by_name | {
         f"INTEGR8S_IDEM_{name}": secrets[name] for name in chosen if name in secrets and random.random() < 0.5
     }
 
 
 def configured(random: Random) -> Figures:
-    """One file and environment."""
+    """Load a settings file with environment variables."""
     variables = environment_of(random)
     before = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("INTEGR8S_IDEM_")}
     with tempfile.NamedTemporaryFile(suffix=".toml") as file:
@@ -88,8 +88,8 @@ def configured(random: Random) -> Figures:
         try:
             settings = load_settings(Path(file.name))
         except SettingsError as error:
-            told = "".join(traceback.format_exception(error)) + repr(error)
-            must(CANARY not in told, told)
+            shown = "".join(traceback.format_exception(error)) + repr(error)
+            must(CANARY not in shown, shown)
             must(error.mistakes and len(str(error)) < 2_500 * len(error.mistakes), error)
             must(all(line.isprintable() for line in str(error).splitlines()), ascii(str(error)))
             return Figures(settings_refused=1)
@@ -98,5 +98,5 @@ def configured(random: Random) -> Figures:
                 del os.environ[name]
             os.environ.update(before)
     assert isinstance(settings, Settings)
-    must(CANARY not in repr(settings) + str(settings), "a secret in the settings' own text")
+    must(CANARY not in repr(settings) + str(settings), "the text of the settings contains a secret")
     return Figures(settings=1)

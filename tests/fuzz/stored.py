@@ -1,4 +1,4 @@
-"""What must hold for any bytes under a key or in a result: a verdict or our own error, never another's record."""
+"""Any bytes in a record or result lead to a verdict or the library's error, never to another record."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def request(random: Random) -> ReserveRequest:
     )
 
 
-def stored(random: Random, wish: ReserveRequest) -> bytes:
-    """A record as the scripts write it, in one of its three states."""
-    reserved = Reserved(key="k", token=wish.token, attempt=1, fence=NOW_US, lease=_LEASE)
-    packed = codec.encode_request(wish)
+def stored(random: Random, request_to_store: ReserveRequest) -> bytes:
+    """Return a record as the scripts write it, in one of its three states."""
+    reserved = Reserved(key="k", token=request_to_store.token, attempt=1, fence=NOW_US, lease=_LEASE)
+    packed = codec.encode_request(request_to_store)
     status = random.randint(1, 3)
     flags = packed[0] + random.choice((0, 32, 64))
     attempt, fence = random.randint(1, 65_535), NOW_US + random.randint(-(10**9), 10**9)
@@ -76,10 +76,10 @@ def stored(random: Random, wish: ReserveRequest) -> bytes:
 
 
 def recorded(random: Random) -> Figures:
-    """One record, damaged in one way."""
-    wish = request(random)
-    raw = stored(random, wish)
-    asks = random.choice((wish, request(random)))
+    """Reserve a key with a damaged record."""
+    request_to_store = request(random)
+    raw = stored(random, request_to_store)
+    asks = random.choice((request_to_store, request(random)))
     sound = codec.verdict_of(asks, raw, NOW_US)
     assert not isinstance(sound, Corrupt), sound
     bit = random.randrange(8 * len(raw))
@@ -88,21 +88,21 @@ def recorded(random: Random) -> Figures:
         verdict = codec.verdict_of(asks, must_show, NOW_US)
         assert isinstance(verdict, Corrupt), f"{raw.hex()} damaged to {must_show.hex()} is {verdict}"
     codec.holds_lease(must_show, NOW_US // 1000)
-    # Any other damage: a verdict, whatever it says.
+    # Any other damage: any verdict is allowed.
     assert codec.verdict_of(asks, damaged(random, raw), NOW_US).key == "k"
     assert codec.verdict_of(asks, b"\1" + damaged(random, raw)[1:], NOW_US).key == "k"
     return Figures(records=1)
 
 
 def _burst(random: Random, raw: bytes) -> bytes:
-    """Two bytes beside one another, other than they were.  The format is left: 1 would mean an older record."""
+    """Change two adjacent bytes, but not the format: format 1 would be a valid older record."""
     at = random.randrange(1, len(raw) - 1)
     noise = random.randint(1, 2**16 - 1).to_bytes(2, "big")
     return raw[:at] + bytes(a ^ b for a, b in zip(raw[at : at + 2], noise, strict=True)) + raw[at + 2 :]
 
 
 def resulted(random: Random) -> Figures:
-    """One value through the bytes of a result and back, and the same bytes damaged."""
+    """Encode and decode a result, and decode the damaged bytes."""
     given = value(random)
     try:
         sound = encode_result(given)
@@ -121,7 +121,7 @@ def resulted(random: Random) -> Figures:
 
 
 def _holds_extremes(given: object) -> bool:
-    """Numbers that JSON in the form of pydantic does not bring back to the last digit."""
+    """Return whether the value has numbers that pydantic's JSON does not preserve exactly."""
     if isinstance(given, dict):
         return any(_holds_extremes(item) for item in given.values())
     if isinstance(given, list):

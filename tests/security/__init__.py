@@ -1,1 +1,1 @@
-"""Trust boundaries: what those who may write somewhere can cause, and what they cannot."""
+"""Trust boundaries: tests of the threat model."""

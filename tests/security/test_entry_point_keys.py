@@ -1,4 +1,4 @@
-"""No two entry points of one scope share a key, whatever a caller, a client or a producer chooses."""
+"""Entry points of a scope never share a key, for any input of callers, clients and producers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.scenario(125)
 PLAIN, HASHED = KeySpace("idempotency", "shop"), KeySpace("idempotency", "shop", hash_keys=True)
 
 Named: TypeAlias = tuple[tuple[Any, ...], Key]
-"""What was asked for, and the key that was made of it."""
+"""A request, and the key derived from it."""
 
-# Pieces of real keys, so that keys which nearly meet are tried; and what is escaped.
+# Parts of real keys, so that similar keys are generated, and characters that are escaped.
 PIECES = (
     ":",
     ";",
@@ -51,9 +51,9 @@ text = st.lists(st.sampled_from(PIECES), min_size=1, max_size=8).map("".join)
 manager = IdempotencyManager(IdempotencyConfig(), MemoryIdempotencyRepository(), scope="shop")
 
 
-def key_in_a_loop(said: str) -> Key:
+def key_in_a_loop(given_key: str) -> Key:
     record: Any = SimpleNamespace(topic="orders", partition=0, offset=1, value=b"", headers=())
-    return work_of(manager, record, lambda _: said, None, print).key
+    return work_of(manager, record, lambda _: given_key, None, print).key
 
 
 def named(kind: str, of: tuple[Any, ...]) -> Named:
@@ -82,32 +82,32 @@ def stepped(space: KeySpace, one: Named) -> Named:
 
 @pytest.mark.parametrize("space", [PLAIN, HASHED], ids=["plain", "hashed"])
 @given(st.lists(ENTRIES, min_size=2, max_size=20, unique_by=lambda one: one[0]), st.integers(0, 2))
-def test_whatever_is_asked_for_has_a_key_of_its_own(space: KeySpace, entries: list[Named], generation: int) -> None:
+def test_different_requests_have_different_keys(space: KeySpace, entries: list[Named], generation: int) -> None:
     asked = [*entries, *(stepped(space, one) for one in entries)]
     asked += [(("generation", *name), key.in_generation(generation + 1)) for name, key in entries]
-    fulls = [space.full(space.key(key)) for _, key in asked]
-    assert len(set(fulls)) == len(fulls)
+    full_keys = [space.full(space.key(key)) for _, key in asked]
+    assert len(set(full_keys)) == len(full_keys)
 
 
 @pytest.mark.parametrize("space", [PLAIN, HASHED], ids=["plain", "hashed"])
 @given(ENTRIES, st.sampled_from(["caller", "loop"]))
-def test_who_writes_out_the_key_of_somebody_else_does_not_get_it(space: KeySpace, victim: Named, kind: str) -> None:
-    """A caller's key and a header are free text: what a key looks like is no secret."""
+def test_a_written_out_key_of_another_entry_point_is_a_different_key(space: KeySpace, victim: Named, kind: str) -> None:
+    """Keys of callers and headers are free text, and the format of keys is public."""
     full = space.full(space.key(victim[1]))
     tail = full.removeprefix(space.root)
-    for said in (full, tail, tail.removeprefix(":"), tail.removeprefix(":").removeprefix("kafka-loop:")):
-        for words in {said, unquote(said, errors="surrogatepass"), said.replace(":", "%3A", 1)} - {""}:
+    for given_key in (full, tail, tail.removeprefix(":"), tail.removeprefix(":").removeprefix("kafka-loop:")):
+        for words in {given_key, unquote(given_key, errors="surrogatepass"), given_key.replace(":", "%3A", 1)} - {""}:
             forged = named(kind, (words,))
             if forged[0] != victim[0]:
                 assert space.full(space.key(forged[1])) != full
 
 
 @pytest.mark.parametrize("entry", EntryPoint)
-def test_the_name_of_an_entry_point_is_escaped_in_a_key_that_a_caller_gives(entry: EntryPoint) -> None:
+def test_entry_point_names_are_escaped_in_the_key_of_a_caller(entry: EntryPoint) -> None:
     assert PLAIN.full(Key.of(f"{entry.value}:a:b")) == f"idempotency:shop::{entry.value}%3Aa:b"
 
 
-async def test_a_request_of_bob_is_not_blocked_by_a_key_of_the_application() -> None:
+async def test_a_key_of_the_application_does_not_block_a_request() -> None:
     async def answered(request: Request) -> Response:
         return PlainTextResponse("placed")
 

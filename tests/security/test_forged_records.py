@@ -1,4 +1,4 @@
-"""Events that use the id of another one, and bytes in the store that are not a record.
+"""Events with the id of another event, and invalid bytes in the store.
 
 The broker is in memory.
 """
@@ -38,7 +38,7 @@ class OrderPlaced(BaseEvent):
 
 
 @virtual_time
-async def test_an_event_id_with_another_payload_is_refused() -> None:
+async def test_an_event_id_with_another_payload_is_rejected() -> None:
     charged: list[int] = []
     router, broker = EventRouter(), FakeBroker()
 
@@ -52,12 +52,12 @@ async def test_an_event_id_with_another_payload_is_refused() -> None:
         await worker.until(lambda: broker.committed.get(Partition("order_placed", 0)) == 2)
 
     assert charged == [1]
-    [letter] = broker.logs[Partition("order_placed.dlq", 0)]
-    assert dict(letter.headers)["idempotency-dlq-reason"] == b"key_reused"
+    [dead_letter] = broker.logs[Partition("order_placed.dlq", 0)]
+    assert dict(dead_letter.headers)["idempotency-dlq-reason"] == b"key_reused"
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_bytes_that_are_not_a_record_stop_the_work(redis_url: str, seed: int) -> None:
+async def test_invalid_bytes_in_the_store_prevent_the_work(redis_url: str, seed: int) -> None:
     random = Random(seed)
     junk = random.randbytes(40) if seed % 2 else damaged(random, stored(random, request(random)))
     full = SPACE.full(SPACE.key("order:1"))

@@ -1,4 +1,4 @@
-"""The campaign `security-fuzz`, reduced; and that it finds what it is for."""
+"""A short run of the campaign `security-fuzz`, and injected bugs that it must find."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_no_input_of_the_campaign_breaks_a_promise() -> None:
         (headers.forged, replay_policy, "is_signed", lambda *_: True),
         (headers.signed, replay_policy, "is_signed", lambda *_: True),
         (headers.signed, replay_policy, "own_headers", lambda _: []),
-        (key_fuzz.apart, keys, "_RESERVED", ("nothing",)),
-        (key_fuzz.apart, keys, "escaped", lambda component, **_: component),
+        (key_fuzz.distinct, keys, "_RESERVED", ("nothing",)),
+        (key_fuzz.distinct, keys, "escaped", lambda component, **_: component),
         (responses.replayed, http_responses, "_VALUE", re.compile(r"(?s).*")),
         (responses.replayed, http_responses, "PER_CONNECTION", frozenset()),
         (requests.asked, asgi, "_host_of", lambda _: ""),
@@ -59,12 +59,12 @@ def test_no_input_of_the_campaign_breaks_a_promise() -> None:
         *("one host", "one body", "raw lines", "raw log"),
     ],
 )
-def test_a_promise_broken_on_purpose_is_found_within_1000_inputs(
+def test_an_injected_vulnerability_is_found_within_1000_inputs(
     monkeypatch: pytest.MonkeyPatch, target: Callable[[Random], Figures], module: Any, name: str, broken: object
 ) -> None:
     monkeypatch.setattr(module, name, broken)
 
-    with pytest.raises(Exception, match=r"."):  # whatever the target runs into
+    with pytest.raises(Exception, match=r"."):  # any error of the target
         all_of(target, 1_000)
 
 

@@ -1,4 +1,4 @@
-"""HTTP: what one caller sends is never answered with, or blocked by, what another caller sent."""
+"""HTTP: a caller never gets a response of another caller, and is never blocked by one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def named(request: Request) -> Response:
 
 
 async def records_expire(here: Shop) -> None:
-    """Return once the store holds no record; a refusal's record lives for a millisecond."""
+    """Return once the store is empty; the record of a refusal expires after a millisecond."""
     async with asyncio.timeout(30):
         while [record async for record in here.store.scan("")]:  # noqa: ASYNC110  # an expiry is not an event
             await asyncio.sleep(0.01)
@@ -41,21 +41,21 @@ async def test_callers_without_authorization_are_not_one_caller() -> None:
 
 
 @pytest.mark.parametrize("value", ["", " ", "\t"])
-def test_an_empty_authorization_header_is_refused_as_a_missing_one(value: str) -> None:
+def test_an_empty_authorization_header_is_rejected_like_a_missing_one(value: str) -> None:
     connection = HTTPConnection({"type": "http", "headers": [(b"authorization", value.encode())]})
     with pytest.raises(HTTPException) as refused:
         by_authorization(connection)
     assert refused.value.status_code == 401
 
 
-async def test_callers_without_authorization_share_keys_if_the_application_says_so() -> None:
+async def test_callers_without_authorization_share_keys_if_configured() -> None:
     async with shop(named, identity=by_authorization(anonymous="share")) as here:
         await here.order(headers={"X-Name": "alice"})
         assert (await here.order(headers={"X-Name": "bob"})).text == "for alice"
         assert (await here.order(headers={"X-Name": "ann", "Authorization": "Bearer ann"})).text == "for ann"
 
 
-def test_an_unknown_choice_for_anonymous_callers_is_refused() -> None:
+def test_an_unknown_option_for_anonymous_callers_is_rejected() -> None:
     with pytest.raises(ApplicationError, match="anonymous"):
         by_authorization(anonymous="shared")  # type: ignore[call-overload]
 
@@ -69,14 +69,14 @@ async def test_a_key_belongs_to_the_host_that_it_was_sent_to() -> None:
 
 
 @pytest.mark.parametrize("host", ["SHOP.example", "shop.example:80"])
-async def test_a_host_has_one_set_of_keys_however_it_is_written(host: str) -> None:
+async def test_different_spellings_of_a_host_share_keys(host: str) -> None:
     async with shop(named, identity=anyone) as here:
         await here.order(headers={"Host": "shop.example"})
         assert (await here.order(headers={"Host": host})).headers["idempotency-replayed"] == "true"
         assert "idempotency-replayed" not in (await here.order(headers={"Host": "shop.example:81"})).headers
 
 
-async def test_hosts_share_keys_if_the_application_says_so() -> None:
+async def test_hosts_share_keys_if_configured() -> None:
     async with shop(named, identity=anyone, share_hosts=True) as here:
         await here.order(headers={"Host": "one.example", "X-Name": "one"})
         assert (await here.order(headers={"Host": "two.example"})).text == "for one"
@@ -91,7 +91,7 @@ async def test_unstored_headers_are_added_to_the_defaults_in_any_case() -> None:
         assert "set-cookie" not in again.headers
 
 
-async def test_unstored_headers_replace_the_defaults_if_the_application_says_so() -> None:
+async def test_unstored_headers_replace_the_defaults_if_configured() -> None:
     async with shop(named, unstored_headers=["X-Token"], replace_unstored_headers=True) as here:
         await here.order()
         again = await here.order()
@@ -129,7 +129,7 @@ async def test_a_flood_of_unknown_paths_and_methods_leaves_no_records() -> None:
         assert here.store.calls["complete"] == 40
 
 
-async def test_404_is_stored_if_the_application_asks_for_it() -> None:
+async def test_404_is_stored_if_configured() -> None:
     async def missing(request: Request) -> Response:
         return Response(status_code=404)
 
@@ -139,8 +139,8 @@ async def test_404_is_stored_if_the_application_asks_for_it() -> None:
         assert len(here.bodies) == 1
 
 
-async def test_a_duplicate_that_finds_the_record_of_a_refusal_may_be_sent_again() -> None:
-    """That record expires within a millisecond; here it stays."""
+async def test_a_duplicate_that_finds_the_record_of_a_refusal_can_be_retried() -> None:
+    """The record would expire within a millisecond; the test keeps it."""
 
     async def refuse(request: Request) -> Response:
         return Response(status_code=404)
@@ -157,11 +157,11 @@ async def test_a_duplicate_that_finds_the_record_of_a_refusal_may_be_sent_again(
 
 
 async def test_a_caller_with_too_many_open_requests_gets_429_and_others_are_served() -> None:
-    entered, go_on = asyncio.Semaphore(0), asyncio.Event()
+    entered, may_respond = asyncio.Semaphore(0), asyncio.Event()
 
     async def slow(request: Request) -> Response:
         entered.release()
-        await go_on.wait()
+        await may_respond.wait()
         return PlainTextResponse("done")
 
     async with shop(slow, max_open_keys=2) as here:
@@ -178,20 +178,20 @@ async def test_a_caller_with_too_many_open_requests_gets_429_and_others_are_serv
         assert refused.headers["retry-after"] == "1"
         other = asyncio.create_task(ask("ann", 0))
         await entered.acquire()
-        go_on.set()
+        may_respond.set()
         assert [(await each).status_code for each in (*open_requests, other)] == [200] * 3
         assert (await ask("mallory", 2)).status_code == 200
 
 
-async def test_requests_whose_bodies_never_end_count_as_open() -> None:
-    waiting, told = asyncio.Event(), list[Any]()
+async def test_requests_with_endless_bodies_count_as_open() -> None:
+    waiting, sent = asyncio.Event(), list[Any]()
 
     async def receive() -> Any:
         waiting.set()
         await asyncio.Event().wait()
 
     async def send(message: Any) -> None:
-        told.append(message)
+        sent.append(message)
 
     async with shop() as here:
         guarded = IdempotencyKeyMiddleware(object(), here.manager, identity=anyone, max_open_keys=1)
@@ -200,7 +200,7 @@ async def test_requests_whose_bodies_never_end_count_as_open() -> None:
         first = asyncio.create_task(guarded(scope, receive, send))
         await waiting.wait()
         await guarded(scope, receive, send)
-        assert told[0]["status"] == 429
+        assert sent[0]["status"] == 429
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
@@ -208,7 +208,7 @@ async def test_requests_whose_bodies_never_end_count_as_open() -> None:
 
 
 @pytest.mark.parametrize("most", [0, -1])
-def test_a_limit_that_lets_nobody_in_is_refused(most: int) -> None:
+def test_a_limit_that_allows_no_requests_is_rejected(most: int) -> None:
     options: Any = {"manager": object(), "identity": anyone, "max_open_keys": most}
     with pytest.raises(ApplicationError, match="max_open_keys"):
         IdempotencyKeyMiddleware(object(), **options)

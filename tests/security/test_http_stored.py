@@ -1,4 +1,4 @@
-"""HTTP: a stored response that somebody forged is answered by a problem, and raises nothing else."""
+"""HTTP: a forged stored response results in a problem response, and raises nothing else."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ def completed(body: bytes, media_type: str = MEDIA_TYPE) -> Completed:
 
 
 @pytest.mark.parametrize("body", FORGED, ids=lambda body: repr(body[:40]))
-def test_a_forged_response_is_refused(body: bytes) -> None:
+def test_a_forged_stored_response_is_rejected(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         response_of(StoredResult(body, MEDIA_TYPE))
-    told = Problems().for_outcome(completed(body))
-    assert told.status == 409
-    assert b"cannot be read" in told.body
+    problem = Problems().for_outcome(completed(body))
+    assert problem.status == 409
+    assert b"cannot be read" in problem.body
 
 
-def test_a_result_of_something_else_is_refused() -> None:
+def test_a_result_that_is_not_a_response_is_rejected() -> None:
     assert Problems().for_outcome(completed(b"[200, []]\n", "application/json")).status == 409
 
 
@@ -93,7 +93,7 @@ def _damaged(random: Random, body: bytes) -> bytes:
 
 
 def _send(response: Response) -> None:
-    """As a server does.  Raises `LocalProtocolError` if it cannot be sent."""
+    """Send a response like a server. Raises `LocalProtocolError` if it is invalid."""
     server = h11.Connection(h11.SERVER)
     server.receive_data(b"POST / HTTP/1.1\r\nHost: a\r\n\r\n")
     server.next_event()
@@ -102,7 +102,7 @@ def _send(response: Response) -> None:
     server.send(h11.EndOfMessage())
 
 
-def test_what_is_read_from_damaged_responses_can_be_sent() -> None:
+def test_responses_decoded_from_damaged_bytes_can_be_sent() -> None:
     random = Random(17)
     headers = [["content-length", "4"], ["content-type", "text/plain"], ["x-name", "Zo\u00eb"]]
     whole = json.dumps([201, headers]).encode() + b"\nbody"
@@ -118,7 +118,7 @@ def test_what_is_read_from_damaged_responses_can_be_sent() -> None:
     assert sent > 100
 
 
-def test_whatever_a_response_holds_it_comes_back_from_the_store() -> None:
-    told: Any = [(b"content-length", b"2"), (b"link", b"<a>"), (b"link", b""), (b"x", bytes(range(0x21, 0x7F)))]
-    response = response_of(Response(201, told, b"ok").stored(()))
-    assert (response.status, response.headers, response.body) == (201, [*told, REPLAYED], b"ok")
+def test_every_response_survives_storage() -> None:
+    headers: Any = [(b"content-length", b"2"), (b"link", b"<a>"), (b"link", b""), (b"x", bytes(range(0x21, 0x7F)))]
+    response = response_of(Response(201, headers, b"ok").stored(()))
+    assert (response.status, response.headers, response.body) == (201, [*headers, REPLAYED], b"ok")

@@ -1,4 +1,4 @@
-"""The manifests of the platform: who reaches whom, and what scripts may use."""
+"""The Kubernetes manifests: network policies, and limits of scripts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.packaging.test_deploy_kubernetes import SETTINGS, of_kind
 pytestmark = pytest.mark.scenario(132, 135)
 
 
-def test_only_named_namespaces_reach_the_port_of_a_worker() -> None:
+def test_only_named_namespaces_can_reach_the_port_of_a_worker() -> None:
     policy = of_kind("NetworkPolicy")["metrics-only"]
     assert policy["spec"]["ingress"]
     assert all(rule["from"] for rule in policy["spec"]["ingress"])
 
 
-def test_scripts_have_the_limits_of_the_settings() -> None:
+def test_the_quota_of_scripts_matches_the_settings() -> None:
     section = SETTINGS.platform
     [most] = of_kind("LimitRange")["script"]["spec"]["limits"]
     memory = section.max_memory_mb + PROGRAM_MEMORY_MB
@@ -31,8 +31,8 @@ def test_scripts_have_the_limits_of_the_settings() -> None:
     assert int(hard["limits.memory"].removesuffix("Gi")) * 1_024 >= int(hard["pods"]) * memory
 
 
-def test_scripts_in_the_cluster_reach_nobody() -> None:
+def test_scripts_in_the_cluster_have_no_network_access() -> None:
     policy = of_kind("NetworkPolicy")["scripts-alone"]
     assert policy["metadata"]["namespace"] == SETTINGS.platform.kubernetes.namespace
-    # Both directions, for all pods, and no rule that allows anything.
+    # Both directions, for all pods, without a rule that allows traffic.
     assert policy["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}

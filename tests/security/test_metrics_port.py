@@ -1,4 +1,4 @@
-"""The port of `/metrics` and `/healthz`, and the embedded Kafka's: clients that send half of something."""
+"""Clients that send incomplete requests to the port of `/metrics` and `/healthz` or to the embedded Kafka."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def endpoints() -> Endpoints:
 
 @contextmanager
 def half_sent(port: int, count: int, sent: bytes = HALF) -> Iterator[list[socket.socket]]:
-    """So many connections with the beginning of a request."""
+    """Open connections and send the beginning of a request."""
     with ExitStack() as stack:
         clients = []
         for _ in range(count):
@@ -47,7 +47,7 @@ def half_sent(port: int, count: int, sent: bytes = HALF) -> Iterator[list[socket
 
 
 def closed(client: socket.socket) -> bool:
-    """Wait for the end of the connection; whether the server said nothing."""
+    """Wait for the end of the connection, and return whether the server sent nothing."""
     try:
         return client.recv(1) == b""
     except ConnectionResetError:
@@ -62,15 +62,15 @@ async def health_of(port: int) -> int:
     return int(status.split()[1])
 
 
-@pytest.mark.parametrize("sent", [b"", b"G", HALF], ids=["nothing", "a letter", "half"])
-async def test_a_request_that_is_not_sent_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+@pytest.mark.parametrize("sent", [b"", b"G", HALF], ids=["nothing", "one byte", "half"])
+async def test_a_connection_with_an_incomplete_request_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(endpoints_module, "REQUEST_SECONDS", 0.05)
     async with endpoints() as here:
         with half_sent(here.port, 3, sent) as clients:
             assert all([await asyncio.to_thread(closed, client) for client in clients])
 
 
-async def test_a_client_that_sends_a_letter_at_a_time_has_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sending_single_bytes_does_not_extend_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints_module, "REQUEST_SECONDS", 0.2)
 
     def drip(client: socket.socket) -> bool:
@@ -90,7 +90,7 @@ async def test_a_client_that_sends_a_letter_at_a_time_has_no_longer(monkeypatch:
             assert await asyncio.to_thread(drip, client)
 
 
-async def test_a_connection_that_is_kept_alive_is_closed_when_it_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_keep_alive_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints_module, "REQUEST_SECONDS", 0.2)
     async with endpoints() as here:
         with half_sent(here.port, 1, HALF + b"\r\n") as (client,):
@@ -101,7 +101,7 @@ async def test_a_connection_that_is_kept_alive_is_closed_when_it_asks_no_more(mo
     assert answer.count(b"HTTP/1.1") == 1
 
 
-async def test_there_are_never_more_connections_than_the_limit() -> None:
+async def test_the_number_of_connections_is_limited() -> None:
     async with endpoints() as here:
         with half_sent(here.port, 3 * endpoints_module.MOST_CONNECTIONS) as clients:
             assert await health_of(here.port) == 200
@@ -110,7 +110,7 @@ async def test_there_are_never_more_connections_than_the_limit() -> None:
             assert all([await asyncio.to_thread(closed, client) for client in oldest])
 
 
-async def test_one_that_is_being_answered_is_not_closed_for_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_being_answered_is_not_closed_for_waiting_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints_module, "MOST_CONNECTIONS", 2)
     asked, go_on = asyncio.Event(), asyncio.Event()
 
@@ -152,8 +152,8 @@ SHORT_OF_DESCRIPTORS: Final = """
 """
 
 
-def test_a_process_without_descriptors_answers_and_logs_little() -> None:
-    """Fewer descriptors than connections that it takes: the system refuses to accept."""
+def test_a_process_out_of_file_descriptors_answers_and_logs_little() -> None:
+    """There are fewer file descriptors than allowed connections, so accepting fails."""
     server = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SHORT_OF_DESCRIPTORS)],
         stdin=subprocess.PIPE,
@@ -166,10 +166,10 @@ def test_a_process_without_descriptors_answers_and_logs_little() -> None:
         port = int(server.stdout.readline())
         with half_sent(port, 260):
             assert [asyncio.run(health_of(port)) for _ in range(5)] == [200] * 5
-        _, said = server.communicate("")
-    assert server.returncode == 0, said
-    assert said.count("cannot accept all connections") == 1
-    assert len(said.splitlines()) < 20, said
+        _, log = server.communicate("")
+    assert server.returncode == 0, log
+    assert log.count("cannot accept all connections") == 1
+    assert len(log.splitlines()) < 20, log
 
 
 async def test_malformed_requests_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -184,7 +184,7 @@ async def test_malformed_requests_are_not_logged(caplog: pytest.LogCaptureFixtur
 
 @pytest.fixture
 def kafka_front() -> Iterator[Front]:
-    """With an upstream that says nothing."""
+    """Start a proxy with an upstream that never answers."""
     with socket.create_server(("127.0.0.1", 0)) as upstream:
         front = Front(upstream.getsockname())
         front.start()
@@ -195,7 +195,7 @@ def kafka_front() -> Iterator[Front]:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x00\x00", struct.pack(">i", 100) + b"half"], ids=["nothing", "size", "half"])
-def test_the_embedded_kafka_closes_those_who_send_no_request(
+def test_the_embedded_kafka_closes_connections_without_a_request(
     monkeypatch: pytest.MonkeyPatch, kafka_front: Front, sent: bytes
 ) -> None:
     monkeypatch.setattr(embedded_front, "FIRST_REQUEST_SECONDS", 0.05)
@@ -203,7 +203,7 @@ def test_the_embedded_kafka_closes_those_who_send_no_request(
         assert all(closed(client) for client in clients)
 
 
-def test_the_embedded_kafka_closes_the_oldest_that_wait(monkeypatch: pytest.MonkeyPatch, kafka_front: Front) -> None:
+def test_the_embedded_kafka_closes_the_oldest_connections(monkeypatch: pytest.MonkeyPatch, kafka_front: Front) -> None:
     monkeypatch.setattr(kafka_front._open, "_most", 10)
     with half_sent(kafka_front.port, 30, b"\x00") as clients:
         assert all(closed(client) for client in clients[:20])
@@ -211,7 +211,7 @@ def test_the_embedded_kafka_closes_the_oldest_that_wait(monkeypatch: pytest.Monk
 
 
 HALF_OPEN: Final = 20_000
-"""In processes of their own: each has a limit of descriptors."""
+"""Opened by several processes, since each has a limit of file descriptors."""
 
 FLOOD: Final = """
     import socket, sys
@@ -230,7 +230,7 @@ FLOOD: Final = """
 """
 
 
-async def test_health_is_answered_while_20_000_half_open_connections_come_and_stay() -> None:
+async def test_health_is_answered_during_20_000_incomplete_requests() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200
     each = min(most, 5_000)
     answered = 0
@@ -243,11 +243,11 @@ async def test_health_is_answered_while_20_000_half_open_connections_come_and_st
             )
             for _ in range(-(-HALF_OPEN // each))
         ]
-        told = [asyncio.create_task(flood.stdout.readline()) for flood in floods if flood.stdout]
-        while not all(one.done() for one in told):
+        counts = [asyncio.create_task(flood.stdout.readline()) for flood in floods if flood.stdout]
+        while not all(one.done() for one in counts):
             assert await health_of(here.port) == 200
             answered += 1
-        assert [int(await one) for one in told] == [each] * len(floods)
+        assert [int(await one) for one in counts] == [each] * len(floods)
         assert await health_of(here.port) == 200
         for flood in floods:
             await flood.communicate(b"")

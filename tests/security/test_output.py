@@ -1,4 +1,4 @@
-"""What commands show of hostile records in Redis and letters in Kafka; and what the HTTP guard logs of paths."""
+"""Commands escape hostile records in Redis and dead letters in Kafka, and the HTTP middleware escapes logged paths."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVIL = "\x1b[2J\x1b]0;mine\x07\r\x9b31m\u202e\u2028\x08"
 
 @pytest.fixture
 def desk(redis_url: str, tmp_path: Path) -> Desk:
-    """Records that another program has put there: of hostile names, types and bytes."""
+    """Create hostile records: names, types and bytes written by another program."""
     with redis.Redis.from_url(redis_url) as client:
         for number, name in enumerate((EVIL, f"billing:{EVIL}", f"billing::{EVIL}x")):
             client.set(f"idempotency:{name}{number}", EVIL)
@@ -60,15 +60,15 @@ def test_records_with_hostile_names_are_shown_escaped(desk: Desk, words: tuple[s
     must_be_harmless(answer.stdout + answer.stderr)
 
 
-def test_the_list_names_them_on_a_terminal_too(desk: Desk) -> None:
+def test_the_list_escapes_hostile_names_on_a_terminal_too(desk: Desk) -> None:
     with Terminal("keys", "list", folder=desk.folder) as terminal:
         assert terminal.wait() == 0
     assert r"\x1b[2J\x1b]0;mine\x07\r\x9b31m\u202e\u2028\x08" in terminal.said
     must_be_harmless(terminal.said, allowed="\n\t\r")
 
 
-def test_commands_print_by_one_way_alone() -> None:
-    """That of `cli/output.py`, which escapes."""
+def test_commands_print_only_through_the_output_module() -> None:
+    """`cli/output.py` escapes control characters."""
     by_themselves = [
         f"{file.name}:{node.lineno}"
         for file in (ROOT / "integr8s_idem" / "cli").glob("*.py")
@@ -76,7 +76,7 @@ def test_commands_print_by_one_way_alone() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"typer.echo", "click.echo", "print", "Console"}
     ]
-    # It measures how wide a table would be, and prints nothing.
+    # This one only measures the width of a table.
     assert [each.partition(":")[0] for each in by_themselves] == ["top_table.py"]
 
 
@@ -105,7 +105,7 @@ async def test_a_worker_with_hostile_metrics_is_shown_escaped(tmp_path: Path) ->
     must_be_harmless(said.decode())
 
 
-async def test_letters_with_hostile_headers_are_shown_escaped(
+async def test_dead_letters_with_hostile_headers_are_shown_escaped(
     kafka: Kafka, topic_prefix: str, redis_url: str, tmp_path: Path
 ) -> None:
     source, settings = f"{topic_prefix}order_placed", kafka_settings(kafka, topic_prefix)
@@ -136,7 +136,7 @@ async def test_letters_with_hostile_headers_are_shown_escaped(
         must_be_harmless(said.out + said.err)
 
 
-async def test_the_guard_for_http_logs_paths_escaped(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_http_middleware_escapes_logged_paths(caplog: pytest.LogCaptureFixture) -> None:
     async def streamed(request: Request) -> Response:
         return StreamingResponse(iter([b"a", b"b"]))
 

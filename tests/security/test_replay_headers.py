@@ -1,4 +1,4 @@
-"""Producers that write replay headers: what they can make a service do, run again or leave out.  Nothing.
+"""Forged replay headers of producers cannot make a service run again or skip anything.
 
 Broker and store are in memory.
 """
@@ -43,7 +43,7 @@ class OrderPlaced(BaseEvent):
 
 
 class Till:
-    """A service with two handlers, some of them broken, and what they have run."""
+    """A service with two handlers, which can be broken, and their runs."""
 
     def __init__(self, **config: Any) -> None:
         self.here = guarded(max_attempts=1, **config)
@@ -69,13 +69,13 @@ class Till:
         return IdempotentEventDispatcher(self.router, self.here.manager)
 
     def refused(self, reason: str | None = None) -> int:
-        """How many replay headers were refused, for any reason or one."""
+        """Return how many replay headers were refused, for a reason or in total."""
         if reason is None:
             return self.here.observer.counts[Signal("idempotency_replays_refused")]
         return self.here.observer.reasons[Signal("idempotency_replays_refused"), "", reason]
 
     async def history(self, event: BaseEvent, handler: str = "charge") -> dict[int, str]:
-        """The status of each generation that has a record."""
+        """Return the status of each generation with a record."""
         key = KeyResolver().resolve(handler, event).key
         found = await self.here.manager.history(key)
         return {generation: record.status.value for generation, record in found.items()}
@@ -86,14 +86,14 @@ def put(broker: FakeBroker, event: BaseEvent, *headers: tuple[str, Any]) -> None
 
 
 async def consumed(till: Till, broker: FakeBroker, **more: Any) -> None:
-    """Let a worker settle all that is in the topic."""
+    """Run a worker until everything in the topic is settled."""
     async with running(till.dispatcher, broker, **more) as worker:
         await worker.until(lambda: broker.committed.get(TOPIC) == broker.end(TOPIC))
 
 
 @pytest.mark.parametrize("group", [b"analytics", b"billing-2", b"", None, b"\xff", b"g" * 10_000])
 @virtual_time
-async def test_a_group_header_makes_no_event_vanish(group: bytes | None) -> None:
+async def test_a_forged_group_header_does_not_skip_an_event(group: bytes | None) -> None:
     broker, till = FakeBroker(), Till()
     put(broker, OrderPlaced(), ("idempotency-replay-group", group))
 
@@ -105,19 +105,19 @@ async def test_a_group_header_makes_no_event_vanish(group: bytes | None) -> None
 
 @pytest.mark.parametrize("group", [b"analytics", b"", None])
 @virtual_time
-async def test_a_group_header_makes_no_garbage_vanish(group: bytes | None) -> None:
+async def test_a_forged_group_header_does_not_skip_a_malformed_message(group: bytes | None) -> None:
     broker, till = FakeBroker(), Till()
     broker.put("order_placed", b"not an event", headers=[("idempotency-replay-group", group)])  # type: ignore[list-item]
 
     await consumed(till, broker)
 
-    (letter,) = broker.values(DEAD)
-    assert dict(letter.headers)["idempotency-dlq-reason"] == b"malformed"
+    (dead_letter,) = broker.values(DEAD)
+    assert dict(dead_letter.headers)["idempotency-dlq-reason"] == b"malformed"
 
 
 @pytest.mark.parametrize("handler", [b"charge", b"nobody", b"", None, b"\xff"])
 @virtual_time
-async def test_a_handler_header_keeps_no_handler_from_running(handler: bytes | None) -> None:
+async def test_a_forged_handler_header_does_not_skip_a_handler(handler: bytes | None) -> None:
     broker, till = FakeBroker(), Till()
     put(broker, OrderPlaced(), ("idempotency-replay-handler", handler), ("idempotency-replay-group", b"billing"))
 
@@ -129,7 +129,7 @@ async def test_a_handler_header_keeps_no_handler_from_running(handler: bytes | N
 
 
 @virtual_time
-async def test_a_generation_header_runs_no_completed_event_again() -> None:
+async def test_a_forged_generation_header_does_not_repeat_completed_work() -> None:
     broker, till, event = FakeBroker(), Till(), OrderPlaced()
     put(broker, event)
     for generation in range(1, 1_000):
@@ -144,7 +144,7 @@ async def test_a_generation_header_runs_no_completed_event_again() -> None:
 
 @pytest.mark.parametrize("generation", [b"one", b"-1", b"1000", b"9" * 100_000, "²".encode(), b"\xff", b" 1"])
 @virtual_time
-async def test_an_invalid_generation_keeps_no_event_from_its_handlers(generation: bytes) -> None:
+async def test_an_invalid_generation_does_not_skip_an_event(generation: bytes) -> None:
     broker, till = FakeBroker(), Till()
     put(broker, OrderPlaced(), ("idempotency-generation", generation))
 
@@ -155,7 +155,7 @@ async def test_an_invalid_generation_keeps_no_event_from_its_handlers(generation
 
 
 @virtual_time
-async def test_a_generation_of_an_event_in_progress_starts_no_second_run() -> None:
+async def test_a_generation_of_an_event_in_progress_does_not_start_a_second_run() -> None:
     broker, till, event = FakeBroker(), Till(), OrderPlaced()
     till.may_end.clear()
     put(broker, event)
@@ -171,10 +171,10 @@ async def test_a_generation_of_an_event_in_progress_starts_no_second_run() -> No
 
 
 class TestFailedOnly:
-    """Without a secret: a generation runs only where the store says that the one before it has failed."""
+    """Without a secret, a generation only runs if the previous one has failed according to the store."""
 
     @virtual_time
-    async def test_failed_work_runs_again_and_completed_work_of_the_same_event_does_not(self) -> None:
+    async def test_failed_work_is_repeated_and_completed_work_of_the_event_is_not(self) -> None:
         broker, till, event = FakeBroker(), Till(), OrderPlaced()
         till.broken = {"charge"}
         put(broker, event)
@@ -192,7 +192,7 @@ class TestFailedOnly:
 
     @pytest.mark.parametrize("generation", [0, 2, 3, 999])
     @virtual_time
-    async def test_no_generation_is_left_out(self, generation: int) -> None:
+    async def test_generations_cannot_be_skipped(self, generation: int) -> None:
         broker, till, event = FakeBroker(), Till(), OrderPlaced()
         till.broken = {"charge"}
         put(broker, event)
@@ -205,7 +205,7 @@ class TestFailedOnly:
         assert till.refused() == 1
 
     @virtual_time
-    async def test_failed_work_does_not_run_again_with_another_payload(self) -> None:
+    async def test_failed_work_is_not_repeated_with_another_payload(self) -> None:
         broker, till, event = FakeBroker(), Till(), OrderPlaced()
         till.broken = {"charge"}
         put(broker, event)
@@ -220,7 +220,7 @@ class TestFailedOnly:
         assert till.refused("not_failed") == 1
 
     @virtual_time
-    async def test_another_handler_than_the_one_that_failed_cannot_be_named(self) -> None:
+    async def test_only_the_failed_handler_can_be_repeated(self) -> None:
         broker, till, event = FakeBroker(), Till(), OrderPlaced()
         till.broken = {"charge"}
         put(broker, event)
@@ -233,7 +233,7 @@ class TestFailedOnly:
         assert till.refused("not_failed") == 1
 
     @virtual_time
-    async def test_a_replay_that_is_redelivered_after_the_failure_was_forgotten_is_a_duplicate(self) -> None:
+    async def test_a_replay_redelivered_after_the_failure_expired_is_a_duplicate(self) -> None:
         broker, till, event = FakeBroker(), Till(default_ttl_seconds=600), OrderPlaced()
         till.broken = {"charge"}
         put(broker, event)
@@ -251,7 +251,7 @@ class TestFailedOnly:
         assert till.runs.count("charge 1") == 2
 
     @virtual_time
-    async def test_while_the_store_gives_no_answer_nothing_is_decided(self) -> None:
+    async def test_a_replay_waits_while_the_store_does_not_answer(self) -> None:
         broker, till, event = FakeBroker(), Till(), OrderPlaced()
         till.broken = {"charge"}
         put(broker, event)
@@ -268,11 +268,11 @@ class TestFailedOnly:
 
     @virtual_time
     async def test_a_flood_of_high_generations_reads_two_records_each(self) -> None:
-        broker, till, event, asked = FakeBroker(), Till(), OrderPlaced(), list[int]()
+        broker, till, event, sizes = FakeBroker(), Till(), OrderPlaced(), list[int]()
         get = till.here.store.get
 
         async def noted(keys: Any) -> Any:
-            asked.append(len(keys))
+            sizes.append(len(keys))
             return await get(keys)
 
         till.here.store.get = noted  # type: ignore[method-assign]
@@ -281,7 +281,7 @@ class TestFailedOnly:
 
         await consumed(till, broker)
 
-        assert asked == [2] * 200
+        assert sizes == [2] * 200
 
 
 @virtual_time
@@ -309,19 +309,19 @@ async def test_a_flood_of_refused_headers_is_counted_in_full_and_logged_once_a_m
 
 
 @virtual_time
-async def test_what_a_message_says_of_its_generation_is_not_counted_on_by_its_dead_letter() -> None:
+async def test_a_dead_letter_ignores_a_forged_generation_of_its_message() -> None:
     broker, till, event = FakeBroker(), Till(), OrderPlaced()
     till.broken = {"charge"}
     put(broker, event, ("idempotency-generation", b"998"))
 
     await consumed(till, broker)
 
-    (letter,) = broker.values(DEAD)
-    assert dict(replay_of(letter).headers)["idempotency-generation"] == b"1"
+    (dead_letter,) = broker.values(DEAD)
+    assert dict(replay_of(dead_letter).headers)["idempotency-generation"] == b"1"
 
 
 @virtual_time
-async def test_the_replay_of_the_readme_works_without_a_secret_while_the_failure_is_known_and_after_it() -> None:
+async def test_a_replay_without_a_secret_works_before_and_after_the_failure_expires() -> None:
     for pause in (0, 3_000):
         broker, till, event = FakeBroker(), Till(default_ttl_seconds=600), OrderPlaced()
         till.broken = {"charge"}
@@ -340,7 +340,7 @@ async def test_the_replay_of_the_readme_works_without_a_secret_while_the_failure
 
 
 @virtual_time
-async def test_what_was_refused_and_passed_by_is_in_the_metrics_and_in_top() -> None:
+async def test_refused_and_skipped_replays_are_in_the_metrics_and_in_top() -> None:
     registry = CollectorRegistry()
     observer = PrometheusObserver("billing", registry)
     observer.count(Signal.REPLAY_REFUSED, reason="unsigned")
@@ -361,7 +361,7 @@ async def test_what_was_refused_and_passed_by_is_in_the_metrics_and_in_top() -> 
     assert registry.get_sample_value("idempotency_replays_refused_total", labels) == 1
 
 
-def test_a_header_whose_name_only_begins_like_ours_is_not_a_replay_header() -> None:
+def test_similar_header_names_are_not_replay_headers() -> None:
     headers = [("idempotency-key", b"1"), ("idempotency-dlq-generation", b"7"), ("idempotency-generations", b"7")]
 
     assert claim_of(FakeRecord("orders", 0, 0, None, b"{}", headers)) is None

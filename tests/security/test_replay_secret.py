@@ -1,4 +1,4 @@
-"""The secret that signs replays: strong, given in several ways, and never shown.
+"""The secret that signs replays must be strong, can be configured in several ways, and is never shown.
 
 Broker and store are in memory.
 """
@@ -30,19 +30,19 @@ pytestmark = pytest.mark.scenario(123, 124)
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.upper().startswith("INTEGR8S_IDEM_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_secret_is_in_no_text_of_the_settings() -> None:
+def test_the_settings_do_not_show_the_secret() -> None:
     for shown in (repr(SIGNED), str(SIGNED), repr(SIGNED.replay), SIGNED.model_dump_json(), str(SIGNED.model_dump())):
         assert SECRET not in shown
 
 
 @pytest.mark.parametrize("weak", ["hunter2", "x" * 31, f"{SECRET} {SECRET}", f"{SECRET}\t{SECRET}"])
-def test_a_secret_that_could_be_guessed_or_mistaken_is_refused_and_not_shown(weak: str) -> None:
+def test_a_weak_or_ambiguous_secret_is_rejected_and_not_shown(weak: str) -> None:
     Path("settings.toml").write_text(f"[replay]\nsecret = [{json.dumps(weak)}]\n")
 
     with pytest.raises(SettingsError, match="openssl rand -hex 32") as refusal:
@@ -52,7 +52,7 @@ def test_a_secret_that_could_be_guessed_or_mistaken_is_refused_and_not_shown(wea
     assert "replay.secret" in str(refusal.value)
 
 
-def test_a_secret_in_the_place_of_the_policy_is_not_shown() -> None:
+def test_a_secret_given_as_the_policy_is_not_shown() -> None:
     Path("settings.toml").write_text(f'[replay]\nunsigned = "{SECRET}"\n')
 
     with pytest.raises(SettingsError, match=r'replay\.unsigned *must be "refuse", "failed_only" or "trust"') as refusal:
@@ -70,23 +70,23 @@ def test_secrets_come_from_the_environment_and_from_files(monkeypatch: pytest.Mo
     assert load_settings().replay.keys == (OTHER_SECRET.encode(), SECRET.encode())
 
 
-def test_without_a_secret_failed_work_alone_is_run_again_and_with_one_nothing_that_is_not_signed() -> None:
+def test_the_default_policy_depends_on_whether_there_is_a_secret() -> None:
     assert Settings().replay.unsigned_policy == "failed_only"
     assert SIGNED.replay.unsigned_policy == "refuse"
 
 
-def test_trust_in_every_producer_is_warned_of() -> None:
+def test_trusting_every_producer_is_a_warning() -> None:
     trusting = Settings.model_validate({"replay": {"unsigned": "trust"}})
 
     assert [each.path for each in settings_warnings(trusting) if "producer" in each.message] == ["replay.unsigned"]
     assert not [each for each in settings_warnings(Settings()) if each.path == "replay.unsigned"]
 
 
-def test_embedded_servers_have_a_secret_of_their_own_that_commands_of_the_folder_find() -> None:
+def test_embedded_servers_have_a_secret_that_commands_in_the_folder_find() -> None:
     one, other = (EmbeddedServers(bootstrap_servers="localhost:7", redis_url=None) for _ in range(2))
 
-    with announced_servers(one.settings()) as told:
-        found, mode = load_embedded_settings(), stat.S_IMODE(told.path.stat().st_mode)
+    with announced_servers(one.settings()) as announced:
+        found, mode = load_embedded_settings(), stat.S_IMODE(announced.path.stat().st_mode)
         shown = f"{running_servers()} {running_servers()!r} {one!r}"
 
     assert one.replay_secret != other.replay_secret
@@ -103,13 +103,13 @@ def test_no_command_prints_the_secret() -> None:
         assert SECRET not in CliRunner().invoke(app, command).output
 
 
-def forged(letter: FakeRecord) -> FakeRecord:
-    """As `letter`, which says that it came from elsewhere."""
-    headers = [(name, b"payroll_secret" if name == "idempotency-dlq-topic" else text) for name, text in letter.headers]
-    return FakeRecord(letter.topic, 0, 0, letter.key, letter.value, headers)
+def forged(record: FakeRecord) -> FakeRecord:
+    """Return `record` with a forged source topic."""
+    headers = [(name, b"payroll_secret" if name == "idempotency-dlq-topic" else text) for name, text in record.headers]
+    return FakeRecord(record.topic, 0, 0, record.key, record.value, headers)
 
 
-async def test_a_replay_on_the_command_line_goes_to_the_topics_own_source_or_where_it_is_told_to(
+async def test_the_replay_command_publishes_to_the_source_topic_or_the_given_one(
     tmp_path: Path,
 ) -> None:
     dlq, topics = Dlq(tmp_path / "settings.toml"), ("order_placed", "payroll_secret", "order_placed_again")
@@ -117,7 +117,7 @@ async def test_a_replay_on_the_command_line_goes_to_the_topics_own_source_or_whe
         settings = KafkaSettings(bootstrap_servers=kafka.bootstrap_servers)
         head = f'[kafka]\nbootstrap_servers = "{kafka.bootstrap_servers}"\n[store]\nkind = "memory"\n[replay]\n'
         dlq.settings.write_text(f'{head}secret = "{SECRET}"\n')
-        # The emulator makes the topics it is told of.
+        # The emulator creates topics on demand.
         for topic in topics:
             await post(settings, [FakeRecord(topic, 0, 0, None, b"there", ())])
         await post(settings, [forged(dead_letter_of(1))])

@@ -1,4 +1,4 @@
-"""Scripts: what a child process of the k8s worker may ask for, see and do."""
+"""Scripts: limits, visibility and rights of child processes of the k8s worker."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.support.conditions import wait_until
 pytestmark = pytest.mark.scenario(135)
 
 SYSTEM_PYTHON = "/usr/bin/python3"
-"""One that everybody can run."""
+"""A Python that every user can run."""
 
 as_root = pytest.mark.skipif(
     os.geteuid() != 0 or not Path(SYSTEM_PYTHON).exists(),
     reason=f"root alone can become another user, who needs {SYSTEM_PYTHON}",
 )
-linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc exists on Linux only")
 
 
 def command(script: str = "print('ran')", **limits: Any) -> CreatePodCommand:
@@ -60,7 +60,7 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
 
 
 @pytest.mark.parametrize(
-    ("limits", "told"),
+    ("limits", "error"),
     [
         ({"cpu_limit": 4.5}, "cpu_limit is 4.5, at most 4 are given"),
         ({"memory_limit_mb": 2_049}, "memory_limit_mb is 2049, at most 2048 are given"),
@@ -68,12 +68,12 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
     ],
     ids=["cores", "memory", "time"],
 )
-async def test_a_command_that_no_coordinator_has_seen_gets_no_more_than_the_limits(
-    database: Database, limits: dict[str, Any], told: str
+async def test_a_command_sent_directly_to_the_worker_is_limited_too(
+    database: Database, limits: dict[str, Any], error: str
 ) -> None:
     class Never:
         async def run(self, pod_name: str, command: CreatePodCommand, stop: asyncio.Event) -> Run:
-            raise AssertionError("it was run")
+            raise AssertionError("the script was run")
 
         async def discard(self, pod_name: str) -> None:
             pass
@@ -82,16 +82,16 @@ async def test_a_command_that_no_coordinator_has_seen_gets_no_more_than_the_limi
     worker = PodWorker(database, PlatformSection(), runner, RecordingPublisher())
     attempt = Attempt("key", 1, 1, asyncio.get_running_loop().time() + 60, "label", 0)
     outcome: Any = await worker.create(command(**limits), attempt)
-    assert (outcome.event_type, outcome.error_type, outcome.stderr) == ("execution_failed", "limit_exceeded", told)
+    assert (outcome.event_type, outcome.error_type, outcome.stderr) == ("execution_failed", "limit_exceeded", error)
 
 
-async def test_no_runner_is_chosen_for_anybody() -> None:
+async def test_a_runner_must_be_configured() -> None:
     with pytest.raises(SettingsError, match=r"(?s)platform\.runner.*without a sandbox"):
         async with chosen_runner(PlatformSection()):
             pass
 
 
-async def test_the_subprocess_runner_says_once_that_it_is_no_sandbox(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_subprocess_runner_warns_once_that_it_is_not_a_sandbox(caplog: pytest.LogCaptureFixture) -> None:
     async with chosen_runner(PlatformSection(runner="subprocess", scripts_as_root=True)) as runner:
         for _ in range(2):
             assert (await runner.run("pod", command(), asyncio.Event())).stdout == "ran\n"
@@ -115,13 +115,13 @@ async def test_scripts_of_a_worker_that_is_root_run_as_another_user() -> None:
 
 
 @as_root
-async def test_root_stays_root_only_if_the_settings_say_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_scripts_run_as_root_only_if_configured(caplog: pytest.LogCaptureFixture) -> None:
     assert json.loads((await run(WHO, scripts_as_root=True)).stdout)[0] == 0
     assert "scripts_as_root" in caplog.text
 
 
 @as_root
-async def test_root_refuses_to_start_where_its_scripts_could_not(tmp_path: Path) -> None:
+async def test_a_worker_as_root_does_not_start_if_scripts_cannot_run(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
     python = closed / "python"
@@ -132,12 +132,12 @@ async def test_root_refuses_to_start_where_its_scripts_could_not(tmp_path: Path)
 
 @linux
 @as_root
-def test_the_death_of_its_supervisor_ends_the_script_of_another_user(tmp_path: Path) -> None:
-    """A change of user clears the wish to die with the parent, which is made again."""
+def test_a_script_of_another_user_ends_with_its_supervisor(tmp_path: Path) -> None:
+    """Changing the user clears the parent-death signal, which must be set again."""
     readable, report = os.pipe()
     spec = {"folder": str(tmp_path), "user": 65_532, "command": ["/bin/sleep", "600"], "limits": {}, "report": report}
     with (
-        os.fdopen(readable) as told,
+        os.fdopen(readable) as output,
         subprocess.Popen(
             [sys.executable, "-I", "-S", supervisor.__file__, json.dumps(spec)],
             stdin=subprocess.PIPE,
@@ -145,7 +145,7 @@ def test_the_death_of_its_supervisor_ends_the_script_of_another_user(tmp_path: P
         ) as running,
     ):
         os.close(report)
-        script = psutil.Process(int(told.readline()))
+        script = psutil.Process(int(output.readline()))
         wait_until(lambda: script.name() == "sleep")
         assert script.uids().effective == 65_532
         running.kill()
@@ -153,7 +153,7 @@ def test_the_death_of_its_supervisor_ends_the_script_of_another_user(tmp_path: P
 
 
 @linux
-async def test_a_script_cannot_gain_rights() -> None:
+async def test_a_script_cannot_gain_privileges() -> None:
     ran = await run("print([line for line in open('/proc/self/status') if 'NoNewPrivs' in line])", scripts_as_root=True)
     assert ran.stdout == "['NoNewPrivs:\\t1\\n']\n"
 
@@ -183,7 +183,7 @@ user, sys.executable, script = 65_532, sys.argv[1], sys.argv[2]
 os.setgroups([])
 os.setresgid(user, user, user)
 os.setresuid(user, user, user)
-ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # dumpable, as a process is that has never been root
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # dumpable, like a process that was never root
 
 
 async def main():
@@ -198,7 +198,7 @@ asyncio.run(main())
 
 @linux
 @as_root
-def test_a_script_reads_nothing_of_a_worker_with_the_same_user() -> None:
+def test_a_script_cannot_read_a_worker_of_the_same_user() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", NO_ROOT, SYSTEM_PYTHON, LOOK],
         cwd=ROOT,
@@ -210,7 +210,7 @@ def test_a_script_reads_nothing_of_a_worker_with_the_same_user() -> None:
 
 
 @linux
-def test_the_worker_is_hidden_while_it_has_the_runner() -> None:
+def test_the_worker_is_not_dumpable_while_it_has_a_runner() -> None:
     owner = Path("/proc/self/environ").stat().st_uid
     with hidden_process():
         assert Path("/proc/self/environ").stat().st_uid == 0

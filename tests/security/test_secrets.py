@@ -1,4 +1,4 @@
-"""Passwords in addresses: in no audit line, and not in settings that are written as JSON."""
+"""Passwords in URLs are neither in audit lines nor in settings as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ URLS = [
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_no_form_of_an_address_shows_its_secret(url: str) -> None:
+def test_passwords_in_urls_are_redacted_in_every_form(url: str) -> None:
     assert SECRET not in without_secret(url)
     assert SECRET not in redacted(f"cannot connect to {url}, again")
     assert "localhost" in without_secret(url)
@@ -51,7 +51,7 @@ def test_no_form_of_an_address_shows_its_secret(url: str) -> None:
     ],
     ids=lambda store: f"{store['kind']} {'url' if 'password' not in store else 'password'}",
 )
-def test_settings_written_as_json_and_audit_lines_show_none(store: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_as_json_and_audit_lines_show_no_password(store: dict[str, Any], tmp_path: Path) -> None:
     settings = Settings.model_validate({"store": store, "replay": {"secret": SECRET * 4}})
     assert SECRET not in settings.model_dump_json()
     assert SECRET not in json.dumps(store_place(settings))
@@ -67,7 +67,7 @@ def test_settings_written_as_json_and_audit_lines_show_none(store: dict[str, Any
     assert SECRET not in file.read_text()
 
 
-def test_the_database_of_the_platform_shows_none() -> None:
+def test_the_database_settings_of_the_platform_show_no_password() -> None:
     platform = PlatformSection(database_url=f"postgresql+asyncpg://u:{SECRET}@localhost/db")
     assert SECRET not in platform.model_dump_json()
     assert SECRET in platform.model_dump()["database_url"]

@@ -1,4 +1,4 @@
-"""Signed replays: what a signature covers, who passes a replay by, and how a secret is changed.
+"""Signed replays: what a signature covers, replays for other groups, and the rotation of secrets.
 
 Broker and store are in memory.
 """
@@ -30,7 +30,7 @@ Headers = list[tuple[str, Any]]
 
 
 class Failed:
-    """An order that billing has charged in vain, and whose dead letter is replayed."""
+    """An order whose charge failed, and whose dead letter is replayed."""
 
     def __init__(self, replay: ReplaySettings = SIGNED.replay, **service: Any) -> None:
         self.broker = FakeBroker()
@@ -51,12 +51,12 @@ class Failed:
 
     @property
     def charged(self) -> int:
-        """How often its handler has run."""
+        """Return how often its handler has run."""
         return self.till.runs.count("charge 1")
 
 
 @virtual_time
-async def test_a_signed_replay_is_honored_once_however_often_it_is_published() -> None:
+async def test_a_signed_replay_published_repeatedly_runs_once() -> None:
     failed = Failed()
     topic, key, value, headers = replay_of(await failed.letter(), SIGNED)
     for _ in range(3):
@@ -85,7 +85,7 @@ FORGERIES: dict[str, Any] = {
     "half a signature": lambda headers: changed(
         headers, "idempotency-replay-signature", dict(headers)["idempotency-replay-signature"][:32]
     ),
-    "signature that is not ASCII": lambda headers: changed(headers, "idempotency-replay-signature", b"\xff" * 64),
+    "non-ASCII signature": lambda headers: changed(headers, "idempotency-replay-signature", b"\xff" * 64),
     "a later header": lambda headers: [*headers, ("idempotency-generation", b"5")],
     "a later signature": lambda headers: [*headers, ("idempotency-replay-signature", b"0" * 64)],
 }
@@ -93,7 +93,7 @@ FORGERIES: dict[str, Any] = {
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 @virtual_time
-async def test_a_signature_fits_no_other_headers(forgery: str) -> None:
+async def test_a_signature_is_invalid_for_other_headers(forgery: str) -> None:
     failed = Failed()
     topic, key, value, headers = replay_of(await failed.letter(), SIGNED)
     failed.broker.put(topic, value, key=key, headers=FORGERIES[forgery](headers))
@@ -109,7 +109,7 @@ async def test_a_signature_fits_no_other_headers(forgery: str) -> None:
 
 
 @virtual_time
-async def test_a_signature_fits_no_other_payload() -> None:
+async def test_a_signature_is_invalid_for_another_payload() -> None:
     failed = Failed()
     topic, key, _, headers = replay_of(await failed.letter(), SIGNED)
     forged = encode_event(failed.event.model_copy(update={"order_id": "forged"}))
@@ -122,7 +122,7 @@ async def test_a_signature_fits_no_other_payload() -> None:
 
 
 @virtual_time
-async def test_a_signature_fits_no_other_topic() -> None:
+async def test_a_signature_is_invalid_for_another_topic() -> None:
     failed = Failed(topics=("order_placed", "orders_of_others"))
     letter = await failed.letter()
     _, key, value, headers = replay_of(letter, SIGNED, to="orders_of_others")
@@ -134,10 +134,10 @@ async def test_a_signature_fits_no_other_topic() -> None:
     assert failed.charged == 1
 
 
-@pytest.mark.parametrize("says_its_event", [True, False])
+@pytest.mark.parametrize("has_event_hash", [True, False])
 @virtual_time
-async def test_a_signature_fits_no_other_event_where_a_header_names_it(says_its_event: bool) -> None:
-    """Its id is not part of the signed body then."""
+async def test_a_signature_is_invalid_for_another_event_id_in_a_header(has_event_hash: bool) -> None:
+    """With an id header, the signed body does not contain the id."""
     failed = Failed(event_id_header="order-id")
     body = encode_event(failed.event)
     failed.till.broken = {"charge"}
@@ -146,14 +146,14 @@ async def test_a_signature_fits_no_other_event_where_a_header_names_it(says_its_
     await failed.consumed()
     first, _ = failed.broker.values(DEAD)
     failed.till.broken = set()
-    if not says_its_event:
+    if not has_event_hash:
         old = [(name, text) for name, text in first.headers if name != "idempotency-dlq-event-hash"]
         first = dataclasses.replace(first, headers=old)
     topic, key, value, headers = replay_of(first, SIGNED)
     failed.broker.put(topic, value, key=key, headers=changed(headers, "order-id", b"second"))
 
     await failed.consumed()
-    refused = failed.till.refused("other_event" if says_its_event else "bad_signature")
+    refused = failed.till.refused("other_event" if has_event_hash else "bad_signature")
     failed.broker.put(topic, value, key=key, headers=headers)
     await failed.consumed()
 
@@ -162,7 +162,7 @@ async def test_a_signature_fits_no_other_event_where_a_header_names_it(says_its_
 
 
 @virtual_time
-async def test_a_signature_of_another_secret_is_none() -> None:
+async def test_a_signature_with_another_secret_is_invalid() -> None:
     failed = Failed()
     topic, key, value, headers = replay_of(await failed.letter(), signed_by(OTHER_SECRET))
     failed.broker.put(topic, value, key=key, headers=headers)
@@ -189,13 +189,13 @@ async def test_of_several_secrets_the_first_signs_and_all_verify() -> None:
 
 @pytest.mark.parametrize("body", [None, b"not an event of billing"])
 @virtual_time
-async def test_a_signed_replay_for_another_group_is_passed_by_counted_and_logged(
+async def test_a_signed_replay_for_another_group_is_skipped_counted_and_logged(
     body: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     broker, till, event = FakeBroker(), Till(), OrderPlaced()
-    told = {"reason": b"handler_failed", "topic": b"order_placed", "group": b"shipping", "handler": b"charge"}
-    headers = [(f"idempotency-dlq-{name}", text) for name, text in told.items()]
+    fields = {"reason": b"handler_failed", "topic": b"order_placed", "group": b"shipping", "handler": b"charge"}
+    headers = [(f"idempotency-dlq-{name}", text) for name, text in fields.items()]
     letter = FakeRecord(DEAD, 0, 0, None, body or encode_event(event), headers)
     topic, key, value, signed = replay_of(letter, SIGNED)
     broker.put(topic, value, key=key, headers=signed)
@@ -209,7 +209,7 @@ async def test_a_signed_replay_for_another_group_is_passed_by_counted_and_logged
 
 
 @virtual_time
-async def test_with_a_secret_even_failed_work_is_not_run_again_unsigned_unless_the_settings_say_so() -> None:
+async def test_with_a_secret_an_unsigned_replay_of_failed_work_is_refused_by_default() -> None:
     for unsigned, runs in ((None, 1), ("refuse", 1), ("failed_only", 2), ("trust", 2)):
         failed = Failed(ReplaySettings.model_validate({"secret": SECRET, "unsigned": unsigned}))
         topic, key, value, headers = replay_of(await failed.letter())
@@ -221,7 +221,7 @@ async def test_with_a_secret_even_failed_work_is_not_run_again_unsigned_unless_t
 
 
 @virtual_time
-async def test_who_trusts_every_producer_honors_every_header() -> None:
+async def test_with_the_policy_trust_every_header_is_honored() -> None:
     broker, till, event = FakeBroker(), Till(), OrderPlaced()
     put(broker, event)
     put(broker, event, ("idempotency-generation", b"1"), ("idempotency-replay-handler", b"mail"))
@@ -243,7 +243,7 @@ HEADERS = st.lists(st.tuples(st.text(max_size=4), FIELD), max_size=3)
 
 
 @given(CLAIMS, CLAIMS, FIELD, FIELD, HEADERS, HEADERS)
-def test_two_messages_share_a_signature_only_if_they_share_all_that_is_signed(
+def test_messages_have_equal_signatures_only_if_all_signed_parts_are_equal(
     one: ReplayClaim, other: ReplayClaim, value: bytes, other_value: bytes, headers: Headers, other_headers: Headers
 ) -> None:
     def signed(claim: ReplayClaim, value: bytes, headers: Headers) -> bytes:
@@ -255,7 +255,7 @@ def test_two_messages_share_a_signature_only_if_they_share_all_that_is_signed(
 
 
 @given(FIELD, FIELD)
-def test_no_byte_can_move_from_one_field_into_the_next(left: bytes, right: bytes) -> None:
+def test_bytes_cannot_move_between_signed_fields(left: bytes, right: bytes) -> None:
     text = left + right
     signatures = {
         signature_of(ReplayClaim("t", text[:at], text[at:]), b"", (), SECRET.encode()) for at in range(len(text) + 1)
@@ -264,28 +264,30 @@ def test_no_byte_can_move_from_one_field_into_the_next(left: bytes, right: bytes
     assert len(signatures) == len(text) + 1
 
 
-def letter_that_says(**told: bytes) -> FakeRecord:
-    headers = {"reason": b"handler_failed", "topic": b"order_placed", "group": b"billing", **told}
+def forged_dead_letter(**fields: bytes) -> FakeRecord:
+    headers = {"reason": b"handler_failed", "topic": b"order_placed", "group": b"billing", **fields}
     return FakeRecord(DEAD, 0, 0, b"k", b"{}", [(f"idempotency-dlq-{name}", text) for name, text in headers.items()])
 
 
 def test_a_dead_letter_cannot_choose_where_it_is_replayed_to() -> None:
-    forged = letter_that_says(topic=b"payroll_secret")
+    forged = forged_dead_letter(topic=b"payroll_secret")
 
     assert replay_of(forged, SIGNED).topic == "order_placed"
     assert replay_of(forged, SIGNED, to="order_placed_again").topic == "order_placed_again"
 
 
 @pytest.mark.parametrize("topic", ["order_placed", ".dlq", "order_placed.dlq2", ""])
-def test_a_topic_whose_name_names_no_source_needs_another_destination(topic: str) -> None:
-    letter = dataclasses.replace(letter_that_says(), topic=topic)
+def test_a_topic_without_a_source_topic_requires_a_destination(topic: str) -> None:
+    letter = dataclasses.replace(forged_dead_letter(), topic=topic)
 
     with pytest.raises(ApplicationError, match="dlq replay --to TOPIC"):
         replay_of(letter, SIGNED)
     assert replay_of(letter, SIGNED, to="order_placed").topic == "order_placed"
 
 
-def test_the_suffix_is_that_of_the_settings() -> None:
+def test_the_dead_letter_suffix_is_taken_from_the_settings() -> None:
     settings = Settings(kafka=KafkaSettings(dead_letter_suffix="-dead"))
 
-    assert replay_of(dataclasses.replace(letter_that_says(), topic="shop.orders-dead"), settings).topic == "shop.orders"
+    assert (
+        replay_of(dataclasses.replace(forged_dead_letter(), topic="shop.orders-dead"), settings).topic == "shop.orders"
+    )

@@ -1,4 +1,4 @@
-"""SQLite files belong to the user of the worker."""
+"""SQLite files are only accessible to the user of the worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.scenario(134)
 
 
 async def use(file: Path) -> list[int]:
-    """The rights of the file and of those beside it, while it is open."""
+    """Return the permissions of the file and its companion files while it is open."""
     hour = timedelta(hours=1)
     async with open_store(SqliteStoreSettings(kind="sqlite", path=str(file)), key_prefix="idempotency") as store:
         await store.reserve([ReserveRequest(key="idempotency:a:b", token=bytes(16), lease=hour / 60, retention=hour)])
@@ -34,17 +34,17 @@ def generous_umask() -> Iterator[None]:
     os.umask(before)
 
 
-async def test_a_new_file_is_for_its_user_alone(tmp_path: Path) -> None:
+async def test_a_new_file_is_only_accessible_to_its_user(tmp_path: Path) -> None:
     assert await use(tmp_path / "records.db") == [0o600] * 3
 
 
-async def test_a_file_that_is_there_keeps_its_rights(tmp_path: Path) -> None:
+async def test_an_existing_file_keeps_its_permissions(tmp_path: Path) -> None:
     file = tmp_path / "records.db"
     file.touch()
     file.chmod(0o660)
     assert await use(file) == [0o660] * 3
 
 
-async def test_a_folder_that_is_not_there_is_told_as_before(tmp_path: Path) -> None:
+async def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StoreConfigurationError, match="check its directory"):
         await use(tmp_path / "nowhere" / "records.db")

@@ -1,4 +1,4 @@
-"""Every row of the threat model names a test, and the test is there."""
+"""Every row of the threat model names an existing test."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ROWS = [row for row in ROWS if not row.startswith(("| They try to |", "| ---"))]
 TEST = re.compile(r"\[(?P<name>test_\w+)\]\(\.\./\.\./(?P<file>tests/security/\w+\.py)\) \|$")
 
 
-def test_there_are_rows() -> None:
+def test_the_threat_model_has_rows() -> None:
     assert len(ROWS) > 20
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip())
-def test_a_row_names_a_test_that_is_there(row: str) -> None:
+def test_a_row_names_an_existing_test(row: str) -> None:
     named = TEST.search(row)
     assert named, row
     text = (ROOT / named["file"]).read_text(encoding="utf-8")

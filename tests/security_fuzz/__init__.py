@@ -1,1 +1,1 @@
-"""Hostile input where somebody could gain something: a run, a skip, another's response, a word on a terminal."""
+"""Fuzz tests of trust boundaries: replays, keys, records, HTTP and terminal output."""

@@ -1,4 +1,4 @@
-"""The campaign `security-fuzz`: numbered inputs of somebody who wants to gain something by them."""
+"""The campaign `security-fuzz`: numbered inputs of an attacker."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Final
 from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.fuzz.stored import recorded
 from tests.security_fuzz.headers import forged, signed
-from tests.security_fuzz.keys import apart
+from tests.security_fuzz.keys import distinct
 from tests.security_fuzz.output import shown
 from tests.security_fuzz.requests import asked
 from tests.security_fuzz.responses import replayed
 
 LONGEST_SECONDS: Final = 3.0
-"""Of this thread's processor time, for one input."""
-_TARGETS: Final[tuple[Callable[[Random], Figures], ...]] = (forged, signed, apart, recorded, replayed, asked, shown)
+"""Maximum CPU time of this thread per input."""
+_TARGETS: Final[tuple[Callable[[Random], Figures], ...]] = (forged, signed, distinct, recorded, replayed, asked, shown)
 
 
 def input_numbered(number: int) -> Figures:
-    """One input.
+    """Test an input.
 
     Raises:
-        ViolationError: Something did not hold; the message names the number.
+        ViolationError: A property did not hold; the message names the number.
     """
     random = Random(number)
     target = _TARGETS[number % len(_TARGETS)]
@@ -41,7 +41,7 @@ def input_numbered(number: int) -> Figures:
 
 
 def run(first: int, count: int) -> Figures:
-    """Inputs `first` to `first + count - 1`."""
+    """Test the inputs `first` to `first + count - 1`."""
     total = Figures()
     for number in range(first, first + count):
         total.update(input_numbered(number))

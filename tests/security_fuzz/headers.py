@@ -1,4 +1,4 @@
-"""Replay headers of anybody who may publish: without the secret they change nothing, with it what was signed."""
+"""Replay headers: unsigned ones have no effect, signed ones have exactly the signed effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _VALUES: Final = (b"", b"0", b"1", b"2", b"-1", b"01", b"999", b"1000", b"9" * 5
 
 
 def forged(random: Random) -> Figures:
-    """A message with headers that somebody without the secret has made up."""
+    """Judge a message with headers forged without the secret."""
     headers = [(random.choice(_NAMES), _value(random)) for _ in range(random.randint(1, 5))]
     record = FakeRecord("orders", 0, 1, b"k", random.choice((b"{}", None, b"", random.randbytes(20))), headers)
     judged = ReplayPolicy(GROUP, random.choice(_SETTINGS)).judge(record)
@@ -51,7 +51,7 @@ def _changes_nothing(judged: ReplayDecision) -> None:
 
 
 def signed(random: Random) -> Figures:
-    """A signed replay; then the same with one part of it changed."""
+    """Judge a signed replay, and the replay with one part changed."""
     claim = ReplayClaim(
         "orders", random.choice((b"", b"billing", b"analytics")), random.choice((b"", b"charge")), b"", 1
     )
@@ -64,7 +64,7 @@ def signed(random: Random) -> Figures:
         assert (judged.generation, judged.only) == (1, claim.handler.decode() or None), judged
     changed = _changed(random, record)
     again = ReplayPolicy(GROUP, settings).judge(changed)
-    # Of a header that is there twice one counts, and the other may be anything.
+    # Of a repeated header only one value counts, so a change of the other one is harmless.
     is_the_same = (changed.topic, changed.value, _own(changed)) == (record.topic, record.value, _own(record))
     if not is_the_same or again != judged:
         _changes_nothing(again)

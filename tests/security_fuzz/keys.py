@@ -1,4 +1,4 @@
-"""Keys of two entry points of one scope, made of what others choose: never the same."""
+"""Keys of different entry points of a scope, derived from hostile input, never collide."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.fuzz.mutators import text
 _manager = IdempotencyManager(IdempotencyConfig(), MemoryIdempotencyRepository(), scope="shop")
 
 
-def _of_loop(said: str) -> Key:
+def _of_loop(made: str) -> Key:
     record: Any = SimpleNamespace(topic="orders", partition=0, offset=1, value=b"", headers=())
-    return work_of(_manager, record, lambda _: said, None, print).key
+    return work_of(_manager, record, lambda _: made, None, print).key
 
 
 MAKERS: Final[dict[str, tuple[int, Callable[..., Key]]]] = {
@@ -35,8 +35,8 @@ MAKERS: Final[dict[str, tuple[int, Callable[..., Key]]]] = {
 }
 
 
-def apart(random: Random) -> Figures:
-    """Keys of all entry points from the same few parts; and the text of one, given to those that take free text."""
+def distinct(random: Random) -> Figures:
+    """Derive keys of all entry points from the same parts, and use the text of a key where free text is allowed."""
     parts = [text(random) or "x" for _ in range(5)]
     parts += [random.choice(("http", "faststream", "kafka-loop")), ":".join(parts[:2])]
     space = KeySpace("idempotency", "shop", hash_keys=random.random() < 0.1)
@@ -50,6 +50,11 @@ def apart(random: Random) -> Figures:
     for kind, (count, _) in MAKERS.items():
         full = take(kind, tuple(random.choice(parts) for _ in range(count)))
         tail = full.removeprefix(space.root)
-        for said in (tail, tail.lstrip(":"), unquote(tail.lstrip(":")), tail.lstrip(":").removeprefix("kafka-loop:")):
-            take(random.choice(("caller", "loop")), (said or "x",))
+        for made in (
+            tail,
+            tail.lstrip(":"),
+            unquote(tail.lstrip(":")),
+            tail.lstrip(":").removeprefix("kafka-loop:"),
+        ):
+            take(random.choice(("caller", "loop")), (made or "x",))
     return Figures(entry_keys=len(seen))

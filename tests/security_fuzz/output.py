@@ -41,7 +41,7 @@ EVIL: Final = (
     "\0",
 )
 _LIST_FORMAT: Final = ListFormat([OffsetRange(Partition("orders.dlq", 0), 0, 10)])
-_TOLD: Final = (
+_DLQ_FIELDS: Final = (
     "topic",
     "reason",
     "error",
@@ -54,34 +54,34 @@ _TOLD: Final = (
     "event-type",
 )
 _STATUSES: Final = [status for status in ReplayStatus if status is not ReplayStatus.PUBLISHED]
-"""What a dead letter without a replay may come to."""
+"""Expected statuses of a dead letter without a replay."""
 _ONE_IN: Final = 40
-"""A whole command takes a hundred times as long as a line of one."""
+"""A whole command takes a hundred times as long as one line, so only one input in this many is for commands."""
 
 
 def shown(random: Random) -> Figures:
-    """One hostile text, in one of the places where people meet it."""
+    """Show a hostile text in one of the outputs."""
     if random.random() < 1 / _ONE_IN:
         return _typed(random)
-    return random.choice((_letter, _record, _line, _logged))(random)
+    return random.choice((_dead_letter, _record, _line, _logged))(random)
 
 
 def evil(random: Random) -> str:
-    """Text that a terminal would obey."""
+    """Return text with control characters."""
     return "".join(random.choice((random.choice(EVIL), text(random, 2)[:200])) for _ in range(random.randint(1, 4)))
 
 
-def must_be_harmless(said: str, allowed: str = "\n\t") -> None:
-    """Every character can be printed, or ends a line."""
-    bad = {each for each in said if not each.isprintable() and each not in allowed}
-    assert not bad, f"{bad!a} in {said!a:.500}"
+def must_be_harmless(printed: str, allowed: str = "\n\t") -> None:
+    """Assert that all characters are printable or in `allowed`."""
+    bad = {each for each in printed if not each.isprintable() and each not in allowed}
+    assert not bad, f"{bad!a} in {printed!a:.500}"
 
 
-def _letter(random: Random) -> Figures:
+def _dead_letter(random: Random) -> Figures:
     def value() -> bytes:
         return evil(random).encode("utf-8", random.choice(("surrogatepass", "replace")))
 
-    names = [*(PREFIX + each for each in _TOLD), GENERATION, evil(random).encode("utf-8", "replace").decode()]
+    names = [*(PREFIX + each for each in _DLQ_FIELDS), GENERATION, evil(random).encode("utf-8", "replace").decode()]
     headers = [(random.choice(names), value()) for _ in range(random.randint(0, 8))]
     record = FakeRecord("orders.dlq", 0, random.randrange(10), random.choice((None, value())), value(), headers)
     dead_letter = StoredDeadLetter(record)
@@ -119,8 +119,8 @@ def _line(random: Random) -> Figures:
 def _logged(random: Random) -> Figures:
     record = logging.LogRecord("a", logging.ERROR, "a.py", 1, "%s", (evil(random),), None)
     record.__dict__["event_id"] = evil(random)
-    said = TextFormatter().format(record)
-    must_be_harmless(said, allowed="")
+    printed = TextFormatter().format(record)
+    must_be_harmless(printed, allowed="")
     return Figures(lines_logged=1)
 
 

@@ -1,4 +1,4 @@
-"""HTTP requests of several callers: nobody is answered with what another one was, and nothing is raised."""
+"""HTTP requests of several callers: no caller gets a response of another one, and nothing is raised."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _runner() -> asyncio.Runner:
 
 
 def asked(random: Random) -> Figures:
-    """A few requests that are nearly the same, to one application."""
+    """Send a few similar requests to an application."""
     logger = logging.getLogger("integr8s_idem.integrations")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -50,22 +50,28 @@ def asked(random: Random) -> Figures:
 
 
 async def _application(scope: Any, receive: Any, send: Any) -> None:
-    """Says who asked for what."""
+    """Respond with the caller and the request."""
     message = await receive()
-    told = _told(scope, message["body"])
-    headers = [(b"content-length", b"%d" % len(told)), (b"Set-Cookie", b"session=1")]
+    content = _expected_body(scope, message["body"])
+    headers = [(b"content-length", b"%d" % len(content)), (b"Set-Cookie", b"session=1")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": told})
+    await send({"type": "http.response.body", "body": content})
 
 
-def _told(scope: Any, body: bytes) -> bytes:
+def _expected_body(scope: Any, body: bytes) -> bytes:
     return json.dumps([sorted(_identity(scope)), body.hex()]).encode()
 
 
 def _identity(scope: Any) -> list[str]:
-    told = [f"{name!r}={value!r}" for name, value in scope["headers"] if name == b"authorization"]
+    caller = [f"{name!r}={value!r}" for name, value in scope["headers"] if name == b"authorization"]
     hosts = b",".join(value for name, value in scope["headers"] if name == b"host").strip().lower()
-    return [*told, f"host={hosts.removesuffix(b':80')!r}", scope["method"], scope["path"], repr(scope["query_string"])]
+    return [
+        *caller,
+        f"host={hosts.removesuffix(b':80')!r}",
+        scope["method"],
+        scope["path"],
+        repr(scope["query_string"]),
+    ]
 
 
 async def _asked(random: Random) -> Figures:
@@ -81,22 +87,22 @@ async def _asked(random: Random) -> Figures:
 
 
 async def _ask(guarded: Any, scope: dict[str, Any], body: bytes, counted: Figures) -> None:
-    told: list[Any] = []
+    sent: list[Any] = []
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Any:
         return messages.pop(0)
 
     async def send(message: Any) -> None:
-        told.append(message)
+        sent.append(message)
 
     await guarded({**scope, "state": {}}, receive, send)
-    start = told[0]
+    start = sent[0]
     counted["requests"] += 1
     assert start["status"] in ALLOWED, f"{start} for {scope}"
     if start["status"] == 200:
-        said = b"".join(each.get("body", b"") for each in told[1:])
-        assert said == _told(scope, body), f"{said!r} for {scope} {body!r}"
+        received = b"".join(each.get("body", b"") for each in sent[1:])
+        assert received == _expected_body(scope, body), f"{received!r} for {scope} {body!r}"
         if (b"idempotency-replayed", b"true") in start["headers"]:
             counted["replayed_responses"] += 1
             assert b"set-cookie" not in {name.lower() for name, _ in start["headers"]}
@@ -123,12 +129,12 @@ def _changes(random: Random, base: dict[str, Any]) -> dict[str, Any]:
         case 1:
             return {"method": random.choice(("POST", "PUT", "PATCH"))}
         case 2:
-            return {"headers": [*base["headers"], (random.choice(_HEADERS).encode(), _said(random))]}
+            return {"headers": [*base["headers"], (random.choice(_HEADERS).encode(), _random_value(random))]}
     headers = list(base["headers"])
     at = random.randrange(len(headers))
-    headers[at] = headers[at][0], _said(random)
+    headers[at] = headers[at][0], _random_value(random)
     return {"headers": headers}
 
 
-def _said(random: Random) -> bytes:
+def _random_value(random: Random) -> bytes:
     return random.choice(_SAID) if random.random() < 0.7 else random.randbytes(random.randint(1, 20))

@@ -1,4 +1,4 @@
-"""Stored responses that somebody forged or damaged: our own error, or something that any server can send."""
+"""Forged or damaged stored responses: either the library's error, or a response that any server can send."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES: Final = ("x", "link", "X-Name", "Transfer-Encoding", "connection")
 
 
 def replayed(random: Random) -> Figures:
-    """One stored response."""
+    """Decode a stored response."""
     stored = StoredResult(_body(random), MEDIA_TYPE if random.random() < 0.95 else text(random))
     try:
         response = response_of(stored)
@@ -39,7 +39,7 @@ def _body(random: Random) -> bytes:
 
 
 def send(response: Response) -> None:
-    """As a server does.  Raises `LocalProtocolError` if it cannot be sent."""
+    """Send a response like a server. Raises `LocalProtocolError` if it is invalid."""
     server = h11.Connection(h11.SERVER)
     server.receive_data(b"POST / HTTP/1.1\r\nHost: a\r\n\r\n")
     server.next_event()
