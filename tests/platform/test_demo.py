@@ -237,7 +237,7 @@ def test_unfinished_requests_are_not_reported_as_lost() -> None:
     [
         ({"runs": {"a": 2, "b": 2}}, "1 run again, but not in flight at the kill: a"),
         ({"runs": {"a": 1, "b": 3}, "attempts": {"b": 3}}, "1 run more than twice: b"),
-        ({"attempts": {"b": 1}}, "1 run twice and not reported as attempt 2: b"),
+        ({"attempts": {"b": 1}}, "1 run twice, but not reported as attempt 2: b"),
         ({"results": {"a": ["completed"], "b": ["failed"]}}, "1 without a stored result: c"),
         (
             {"results": {"a": ["completed"] * 2, "b": ["failed"], "c": ["failed"]}},
