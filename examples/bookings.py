@@ -1,7 +1,7 @@
 """A transactional handler: its writes, its outgoing events and its outcome are committed together.
 
-`python -m examples.bookings` delivers one payment twice, on a SQLite file and an embedded Kafka; a worker that books a
-payment a second time would be seen in the balance.  Needs the extras `embedded` and `sql`.
+`python -m examples.bookings` delivers one payment twice, on a SQLite file and an embedded Kafka; a second
+booking would show in the balance.  Needs the extras `embedded` and `sql`.
 """
 
 from __future__ import annotations

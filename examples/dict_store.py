@@ -1,6 +1,6 @@
-"""A store of one's own, as small as one can be: a dictionary behind a lock, for the threads and tasks of one process.
+"""A minimal custom store: a dictionary with a lock, for the threads and tasks of one process.
 
-`docs/how-to/write-a-store.md` walks through it; `tests/contract/test_examples.py` holds it to the contract.
+`docs/how-to/write-a-store.md` walks through it; `tests/contract/test_examples.py` runs the contract tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The first minute: no server, no container.  `python examples/first_minute.py`"""
+"""The smallest example, without a server or a container: `python examples/first_minute.py`"""
 
 import asyncio
 

@@ -67,7 +67,7 @@ async def replay(settings: Settings, topic: str, *, dry_run: bool = False) -> tu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Replay the dead letters of a topic.")
-    parser.add_argument("topic", help="the dead-dead_letter topic, such as order_placed.dlq")
+    parser.add_argument("topic", help="the dead-letter topic, such as order_placed.dlq")
     parser.add_argument("--settings", type=Path, help="the settings of the service")
     parser.add_argument("--dry-run", action="store_true", help="count only")
     options = parser.parse_args()

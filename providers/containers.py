@@ -1,6 +1,6 @@
-"""What each service gets: read from top to bottom, it is the table of who gets which dispatcher.
+"""The container of each service, with its dispatcher: idempotent or plain, with which key, for how long.
 
-Idempotent or plain, by which key, for how long: one line of each service.  Handlers do not know.
+Handlers do not depend on this choice.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ coordinator = Service(
     group_id="execution-coordinator",
     background=[coordinator_sweep],
 )
-"""Admits executions.  Each event counts once, by its id."""
+"""Admits executions. Idempotent by event id."""
 
 k8s_worker = Service(
     "k8s-worker",
@@ -66,7 +66,7 @@ k8s_worker = Service(
     ],
     background=[pod_checks],
 )
-"""Runs scripts.  Equal commands are one command, whatever their ids."""
+"""Runs scripts. Idempotent by content: equal commands count as one, regardless of their ids."""
 
 
 def _result_processor_providers(settings: PlatformSettings) -> Sequence[Provider]:
@@ -86,22 +86,22 @@ def _result_processor_providers(settings: PlatformSettings) -> Sequence[Provider
 
 
 def _transaction(settings: PlatformSettings) -> type[AsyncConnection] | None:
-    """The connection that makes the result processor transactional, if it can be; the log says which it is."""
+    """Return the connection type for a transactional result processor, if possible, and log the choice."""
     store, platform = settings.places
     if settings.records_are_in_the_platforms_database:
         logger.info("result-processor: results commit together with their records, in %s", store)
         return AsyncConnection
     level = logging.WARNING if settings.may_be_one_database else logging.INFO
-    hint = "; if these are one database, write the same address in both" if settings.may_be_one_database else ""
+    hint = "; if they are the same database, use one address for both" if settings.may_be_one_database else ""
     message = "result-processor: results commit before their records: [store] is %s, [platform] is %s%s"
     logger.log(level, message, store, platform, hint)
     return None
 
 
 result_processor = Service("result-processor", providers=_result_processor_providers)
-"""Keeps results.  Equal outcomes are one outcome, whatever their ids.
+"""Stores results. Idempotent by content: equal outcomes count as one, regardless of their ids.
 
-Transactional where its records are in the database that it writes results to.
+Transactional if its records are in the database that holds the results.
 """
 
 saga_orchestrator = Service(
@@ -114,4 +114,4 @@ saga_orchestrator = Service(
     ],
     background=[saga_sweep],
 )
-"""Leads executions.  Plain: a saga's own state shows what is new."""
+"""Runs the sagas of executions. Plain: the state of a saga shows which events are new."""

@@ -34,7 +34,7 @@ class PlatformSettings(Settings):
     def records_are_in_the_platforms_database(self) -> bool:
         """Whether `[store]` and `[platform]` name the same database, so that transactions can include both.
 
-        Addresses are compared as they are written: localhost and 127.0.0.1 are two.
+        Addresses are compared literally: localhost and 127.0.0.1 are different.
         """
         return self._kinds_agree and len({*self.places}) == 1
 

@@ -1,1 +1,1 @@
-"""The reference platform's four workers: events, handlers, domain logic.  Not shipped."""
+"""The reference platform's four workers: events, handlers, domain logic.  Not part of the wheel."""

@@ -1,7 +1,7 @@
 """The platform's database: tables and transactions, shared by four processes.
 
 Engines are those of the library's stores in SQL: in SQLite, a writing transaction waits for its turn at its start
-instead of failing in its middle; in PostgreSQL, rows that are decided about are locked.
+instead of failing in its middle; in PostgreSQL, the rows of a decision are locked.
 
 Times are seconds since 1970 by the database's clock: the clocks of two hosts are never compared.
 """

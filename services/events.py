@@ -14,9 +14,9 @@ MAX_METADATA_CHARACTERS = 200
 
 
 def _without_nul(text: str) -> str:
-    """PostgreSQL keeps no NUL in a text: refused here, it is dead-lettered; refused there, it would be retried."""
+    """Refuse NUL, which PostgreSQL cannot store: the event is dead-lettered instead of retried."""
     if "\x00" in text:
-        raise ValueError("holds a NUL character")
+        raise ValueError("contains a NUL character")
     return text
 
 
@@ -28,7 +28,7 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 class ExecutionEvent(BaseEvent):
-    """Base of all events here: what happened to one execution."""
+    """Base class of events about one execution."""
 
     execution_id: Id
 
@@ -43,7 +43,7 @@ class ExecutionEvent(BaseEvent):
     @model_validator(mode="before")
     @classmethod
     def _is_about_its_execution(cls, data: Any) -> Any:
-        # The Kafka key: all events of one execution go to partitions of one number, in their order.
+        # The Kafka key: events of one execution have the same partition number in every topic, so they stay in order.
         if isinstance(data, dict) and data.get("aggregate_id") is None and "execution_id" in data:
             return data | {"aggregate_id": data["execution_id"]}
         return data
@@ -56,26 +56,26 @@ class ExecutionEvent(BaseEvent):
 
 
 class ScriptRequest(BaseModel):
-    """What to run, and within which limits."""
+    """The script to run, and its limits."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     script: Annotated[Text, StringConstraints(min_length=1, max_length=MAX_SCRIPT_CHARACTERS)]
     language: Annotated[Text, StringConstraints(min_length=1, max_length=40)] = "python"
     language_version: Annotated[Text, StringConstraints(max_length=40)] = ""
-    """As the runner knows it; empty takes the runner's own."""
+    """Version of the language; empty for the runner's default."""
     timeout_seconds: Seconds = 30.0
-    """Longest run, by the clock on the wall."""
+    """Maximum wall-clock time of the run."""
     cpu_limit: Annotated[float, Field(gt=0, le=1_024)] = 1.0
     """Cores.  A child process may use `cpu_limit * timeout_seconds` seconds of CPU."""
     memory_limit_mb: Annotated[int, Field(ge=16, le=1_048_576)] | None = None
     """MiB of memory; the platform's default if not given."""
     priority: Annotated[int, Field(ge=0, le=10)] = 5
-    """Higher is admitted earlier."""
+    """Executions with higher priority are admitted first."""
 
 
 class ResourceUsage(BaseModel):
-    """What a run has used."""
+    """Resource usage of a run."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -85,34 +85,34 @@ class ResourceUsage(BaseModel):
 
 
 class ExecutionRequested(ExecutionEvent, ScriptRequest):
-    """A user wants a script to be run, once."""
+    """A user has requested one run of a script."""
 
     event_type: Literal["execution_requested"] = "execution_requested"
 
 
 class ExecutionScheduled(ExecutionEvent):
-    """The execution has a place among the running ones."""
+    """The execution has got a slot."""
 
     event_type: Literal["execution_scheduled"] = "execution_scheduled"
     reason: Reason = ""
 
 
 class ExecutionRejected(ExecutionEvent):
-    """The execution will not be run."""
+    """The execution was rejected."""
 
     event_type: Literal["execution_rejected"] = "execution_rejected"
     reason: Reason
 
 
 class CreatePodCommand(ExecutionEvent, ScriptRequest):
-    """Run this script.  Equal sagas make equal commands, so the k8s worker can guard by content."""
+    """Run this script.  Equal sagas create equal commands, so the k8s worker can be idempotent by content."""
 
     event_type: Literal["create_pod_command"] = "create_pod_command"
     saga_id: Id
 
 
 class DeletePodCommand(ExecutionEvent):
-    """Stop the pod of this execution, and do not start it if it was not started."""
+    """Stop the pod of this execution, or prevent its start."""
 
     event_type: Literal["delete_pod_command"] = "delete_pod_command"
     saga_id: Id
@@ -120,7 +120,7 @@ class DeletePodCommand(ExecutionEvent):
 
 
 class PodCreated(ExecutionEvent):
-    """The script is about to run."""
+    """The pod was created, and the script is about to run."""
 
     event_type: Literal["pod_created"] = "pod_created"
     pod_name: Id
@@ -137,11 +137,11 @@ class ExecutionCompleted(ExecutionEvent):
 
 
 class ExecutionFailed(ExecutionEvent):
-    """The script ended otherwise, or could not be run at all."""
+    """The script failed, or could not be run."""
 
     event_type: Literal["execution_failed"] = "execution_failed"
     exit_code: int
-    """As the shell knows it; negative: the number of the signal that ended it."""
+    """Exit code, as in a shell; negative for the number of the signal that ended the script."""
     error_type: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,40}$")]
     """script_error, cpu_limit, memory_limit, output_limit, signal, evicted, not_started, supervisor_lost,
     unsupported_language, deleted"""
@@ -151,7 +151,7 @@ class ExecutionFailed(ExecutionEvent):
 
 
 class ExecutionTimeout(ExecutionEvent):
-    """The script ran longer than it may."""
+    """The script exceeded its time limit."""
 
     event_type: Literal["execution_timeout"] = "execution_timeout"
     timeout_seconds: Seconds
@@ -161,7 +161,7 @@ class ExecutionTimeout(ExecutionEvent):
 
 
 class ExecutionCancelled(ExecutionEvent):
-    """Somebody does not want the execution any more."""
+    """The execution was cancelled."""
 
     event_type: Literal["execution_cancelled"] = "execution_cancelled"
     reason: Reason = ""
@@ -169,11 +169,11 @@ class ExecutionCancelled(ExecutionEvent):
 
 
 class ResultStored(ExecutionEvent):
-    """The result can be read."""
+    """The result was stored."""
 
     event_type: Literal["result_stored"] = "result_stored"
     status: Literal["completed", "failed", "timeout"]
 
 
 Outcome = ExecutionCompleted | ExecutionFailed | ExecutionTimeout
-"""How a run can end."""
+"""The possible outcomes of a run."""

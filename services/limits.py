@@ -10,9 +10,9 @@ def exceeded_limit(request: ScriptRequest, settings: PlatformSection) -> str | N
     """Return the limit that `request` exceeds, or `None`."""
     memory = request.memory_limit_mb or settings.default_memory_mb
     if request.timeout_seconds > settings.max_timeout_seconds:
-        return f"timeout_seconds is {request.timeout_seconds:g}, at most {settings.max_timeout_seconds:g} are given"
+        return f"timeout_seconds is {request.timeout_seconds:g}; the maximum is {settings.max_timeout_seconds:g}"
     if memory > settings.max_memory_mb:
-        return f"memory_limit_mb is {memory}, at most {settings.max_memory_mb} are given"
+        return f"memory_limit_mb is {memory}; the maximum is {settings.max_memory_mb}"
     if request.cpu_limit > settings.max_cpu:
-        return f"cpu_limit is {request.cpu_limit:g}, at most {settings.max_cpu:g} are given"
+        return f"cpu_limit is {request.cpu_limit:g}; the maximum is {settings.max_cpu:g}"
     return None

@@ -14,7 +14,7 @@ from integr8s_idem.config.sections import WITHOUT_SECRET
 DATABASES = ("sqlite+aiosqlite", "postgresql+asyncpg")
 
 Label = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
-"""As Kubernetes names a namespace."""
+"""Name of a Kubernetes namespace."""
 ImageKey = Annotated[str, StringConstraints(pattern=r"^python(:[A-Za-z0-9._-]{1,40})?$")]
 """A language, or `language:version`."""
 
@@ -23,76 +23,76 @@ class KubernetesSection(Section):
     """The cluster that runs scripts with `runner = "kubernetes"`."""
 
     namespace: Label = "executions"
-    """Where the Jobs are made. It must be there."""
+    """Namespace of the Jobs. It must exist."""
     kubeconfig: str | None = None
-    """File that says how to reach the cluster; if not given, the service account of the pod that the worker runs in."""
+    """Kubeconfig file for the cluster; by default, the service account of the worker's pod."""
     context: str | None = None
-    """Which context of that file; its current one if not given."""
+    """Context of that file; by default, its current context."""
     images: Annotated[dict[ImageKey, Annotated[str, Field(min_length=1)]], Field(min_length=1)] = Field(
         default_factory=lambda: {"python": "docker.io/library/python:3.13-slim"}
     )
-    """Image of each language, or "language:version". A version without an image of its own is refused."""
+    """Image of each language, or "language:version". Versions without their own image are refused."""
     user_id: Annotated[int, Field(ge=1, le=2**31 - 1)] = 65_532
-    """Numeric user that scripts run as, never root."""
+    """Numeric id of the user that runs scripts, never root."""
     tmp_mb: PositiveInt = 128
-    """What a script may write into its one writable folder, in MiB."""
+    """Size of the script's only writable folder, in MiB."""
     start_seconds: PositiveFloat = 120
     """How long a pod may wait for a node and its image before the execution fails as not_started."""
     ttl_seconds: PositiveInt = 3_600
-    """When the cluster removes a finished Job that no worker has removed. Longer than a takeover takes."""
+    """Time after which the cluster removes a finished Job that no worker has removed. Longer than a takeover takes."""
     api_patience_seconds: PositiveFloat = 60
-    """How long a request that got no answer is repeated before the attempt is given up, to be made again."""
+    """How long a request without an answer is repeated before the attempt fails and is retried."""
 
 
 class PlatformSection(Section):
-    """Where the platform keeps its state, how much it runs, and what a script may use."""
+    """State and limits of the platform, and limits of scripts."""
 
     database_url: Annotated[str, WITHOUT_SECRET] = "sqlite+aiosqlite:///platform.db"
     """State of all four services: sqlite+aiosqlite:///file, or postgresql+asyncpg://user:password@host/database."""
     max_running: PositiveInt = 8
-    """Executions running at once."""
+    """Maximum number of concurrent executions."""
     max_running_per_user: PositiveInt = 4
-    """Of one user; those without a user count as one."""
+    """Maximum number of concurrent executions per user; requests without a user count as one user."""
     max_timeout_seconds: PositiveFloat = 300
-    """A request for more time is rejected."""
+    """Requests for more time are rejected."""
     max_memory_mb: PositiveInt = 2_048
-    """A request for more memory is rejected."""
+    """Requests for more memory are rejected."""
     max_cpu: PositiveFloat = 4
-    """A request for more cores is rejected."""
+    """Requests for more cores are rejected."""
     default_memory_mb: Annotated[int, Field(ge=16)] = 256
-    """Memory of a script that asks for no amount."""
+    """Memory of a script whose request specifies none."""
     runner: Literal["subprocess", "kubernetes"] | None = None
-    """What runs scripts, to be chosen: kubernetes (Jobs of a cluster), or subprocess (children of the worker, with
-    limits but without a sandbox: for scripts that you trust)."""
+    """Required: kubernetes (Jobs of a cluster), or subprocess (child processes of the worker, with limits but without
+    a sandbox: only for scripts that you trust)."""
     subprocess_user_id: Annotated[int, Field(ge=1, le=2**31 - 1)] = 65_532
-    """Numeric user that runs the scripts of a worker that is root, with runner = "subprocess"."""
+    """Numeric id of the user that runs scripts if the worker is root, with runner = "subprocess"."""
     scripts_as_root: bool = False
-    """Whether scripts run as root where the worker does, with runner = "subprocess": they may do everything."""
+    """Whether scripts of a worker that is root run as root, without restrictions, with runner = "subprocess"."""
     kubernetes: KubernetesSection = KubernetesSection()
     interpreter: str | None = None
-    """Python for the scripts; the worker's own if not given."""
+    """Python interpreter for scripts; by default, that of the worker."""
     work_folder: str | None = None
-    """Where each run gets a temporary folder; the system's if not given."""
+    """Parent of the temporary folders of runs; by default, that of the system."""
     output_limit_bytes: Annotated[int, Field(ge=0, le=80_000)] = 65_536
-    """Kept of stdout, and as much of stderr; the rest is cut off and says so."""
+    """Bytes kept of stdout, and of stderr; longer output is truncated, with a note."""
     output_flood_bytes: PositiveInt = 16_777_216
-    """A script that writes more than this is ended."""
+    """A script that writes more output is killed."""
     file_limit_bytes: PositiveInt = 67_108_864
-    """Largest file that a script may write."""
+    """Maximum size of a file that a script writes."""
     max_open_files: Annotated[int, Field(ge=16)] = 256
-    """Files that a script may hold open."""
+    """Maximum number of open files of a script."""
     pod_check_interval_seconds: PositiveFloat = 0.5
-    """How often a k8s worker reports its runs as alive, and looks for those to be deleted."""
+    """Interval at which a k8s worker reports its runs as alive, and looks for runs to delete."""
     pod_lost_seconds: PositiveFloat = 30
-    """A run that nobody has reported for this long is closed, once its deletion is asked for."""
+    """Time without a report after which a run whose deletion was requested is closed."""
     saga_timeout_seconds: PositiveFloat = 300
-    """Beside its script's own timeout, how long a scheduled execution may take before its pod is deleted."""
+    """Time, in addition to the script's timeout, after which the pod of a scheduled execution is deleted."""
     sweep_interval_seconds: PositiveFloat = 5
-    """How often sagas and slots are looked through for what got stuck."""
+    """Interval of the sweeps for stuck sagas and slots."""
     slot_reminder_seconds: PositiveFloat = 600
-    """Beside its script's timeout, how long a slot may be taken before its execution is scheduled once more."""
+    """Time, in addition to the script's timeout, after which an execution that holds a slot is scheduled again."""
     decision_retention_seconds: PositiveFloat = 691_200
-    """How long the coordinator remembers what it decided about an event. Longer than the topics keep events."""
+    """How long the coordinator keeps its decision about an event. Longer than the topics keep events."""
 
     @field_validator("database_url")
     @classmethod
@@ -102,7 +102,7 @@ class PlatformSection(Section):
         except ArgumentError:
             driver = ""
         if driver not in DATABASES:
-            # The URL itself is not shown: it may hold a password.
+            # The URL itself is not shown, since it may contain a password.
             raise ValueError(f"starts with {driver or 'no driver'}; write one of {', '.join(DATABASES)}")
         return url
 

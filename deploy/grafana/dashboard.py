@@ -31,11 +31,13 @@ def dashboard() -> dict[str, Any]:
         "graphTooltip": 1,
         "id": None,
         "links": [],
-        "panels": list(_placed(ROWS)),
+        "panels": list(_panels(ROWS)),
         "refresh": "30s",
         "schemaVersion": SCHEMA_VERSION,
         "tags": ["integr8s-idem", "kafka", "idempotency"],
-        "templating": {"list": [_source(), _variable("service"), _variable("instance", of='{service=~"$service"}')]},
+        "templating": {
+            "list": [_source(), _variable("service"), _variable("instance", matcher='{service=~"$service"}')]
+        },
         "time": {"from": "now-1h", "to": "now"},
         "timepicker": {},
         "timezone": "browser",
@@ -78,8 +80,8 @@ def _source() -> dict[str, Any]:
     }
 
 
-def _variable(label: str, of: str = "") -> dict[str, Any]:
-    query = f"label_values(idempotency_deliveries_total{of}, {label})"
+def _variable(label: str, matcher: str = "") -> dict[str, Any]:
+    query = f"label_values(idempotency_deliveries_total{matcher}, {label})"
     return {
         # Matches all values, including those of stopped workers, which a list would exclude.
         "allValue": ".*",
@@ -100,7 +102,7 @@ def _variable(label: str, of: str = "") -> dict[str, Any]:
     }
 
 
-def _placed(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+def _panels(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Lay out rows from top to bottom, and the panels of each row from left to right."""
     number, top = 1, 0
     for row in rows:
@@ -153,10 +155,10 @@ def _thresholds(panel: Panel) -> dict[str, Any]:
 
 
 def _stat_field(panel: Panel) -> dict[str, Any]:
-    mappings = [{"options": {value: {"text": word} for value, word in panel.words.items()}, "type": "value"}]
+    mappings = [{"options": {value: {"text": name} for value, name in panel.texts.items()}, "type": "value"}]
     return {
         "color": {"mode": "thresholds"},
-        "mappings": mappings if panel.words else [],
+        "mappings": mappings if panel.texts else [],
         "thresholds": _thresholds(panel),
         "unit": panel.unit,
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-CHOSEN: Final = '{service=~"$service", instance=~"$instance"}'
+SELECTED: Final = '{service=~"$service", instance=~"$instance"}'
 """Label matchers for the variables of the dashboard."""
 GUIDE: Final = "docs/how-to/answer-an-alert.md"
 
@@ -21,14 +21,14 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel.  `steps` are thresholds with their colors; `words` are texts for values."""
+    """A panel.  `steps` are thresholds with their colors; `texts` replace values."""
 
     title: str
     queries: tuple[Query, ...]
     description: str
     unit: str = "short"
     steps: tuple[tuple[float | None, str], ...] = ()
-    words: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
     width: int = 8
     height: int = 8
     is_stat: bool = False
@@ -48,24 +48,24 @@ NONE_IS_BAD: Final = ((None, "red"), (1, "green"))
 
 
 def stat(
-    title: str, expr: str, description: str, steps: tuple[tuple[float | None, str], ...], words: Mapping[str, str] = {}
+    title: str, expr: str, description: str, steps: tuple[tuple[float | None, str], ...], texts: Mapping[str, str] = {}
 ) -> Panel:
     """A single number, colored by thresholds."""
-    return Panel(title, (Query(expr, title),), description, "short", steps, words, width=4, height=4, is_stat=True)
+    return Panel(title, (Query(expr, title),), description, "short", steps, texts, width=4, height=4, is_stat=True)
 
 
-def a_second(title: str, signal: str, description: str, legend: str = "{{service}}") -> Panel:
+def per_second(title: str, signal: str, description: str, legend: str = "{{service}}") -> Panel:
     """A rate per second, with a line for each service, or for the labels in `legend`."""
     return Panel(title, (Query(rate(signal, legend), legend),), description, "ops")
 
 
-def a_minute(title: str, description: str, *signals: str, legend: str = "{{service}}") -> Panel:
+def per_minute(title: str, description: str, *signals: str, legend: str = "{{service}}") -> Panel:
     """A rate per minute of rare events, with a bar for each service and signal."""
-    several = len(signals) > 1
+    has_several = len(signals) > 1
     return Panel(
         title,
         tuple(
-            Query(f"60 * {rate(signal, legend)}", f"{legend} {signal.replace('_', ' ')}" if several else legend)
+            Query(f"60 * {rate(signal, legend)}", f"{legend} {signal.replace('_', ' ')}" if has_several else legend)
             for signal in signals
         ),
         description,
@@ -77,29 +77,30 @@ def a_minute(title: str, description: str, *signals: str, legend: str = "{{servi
 def rate(signal: str, legend: str = "{{service}}") -> str:
     """A query for a rate per second, by the labels in the legend."""
     labels = ", ".join(part.partition("}}")[0] for part in legend.split("{{")[1:])
-    return f"sum by ({labels}) (rate(idempotency_{signal}_total{CHOSEN}[$__rate_interval]))"
+    return f"sum by ({labels}) (rate(idempotency_{signal}_total{SELECTED}[$__rate_interval]))"
 
 
 def percentile(share: float, histogram: str, labels: str, legend: str) -> Query:
     """A query for a percentile in seconds."""
-    counted = f"sum by (le, {labels}) (rate(idempotency_{histogram}_seconds_bucket{CHOSEN}[$__rate_interval]))"
+    counted = f"sum by (le, {labels}) (rate(idempotency_{histogram}_seconds_bucket{SELECTED}[$__rate_interval]))"
     return Query(f"histogram_quantile({share}, {counted})", f"{legend} p{share * 100:g}")
 
 
-DEAD: Final = f"idempotency_dead_letters_total{CHOSEN}"
+DEAD_LETTERS: Final = f"idempotency_dead_letters_total{SELECTED}"
+_NEW_DEAD_LETTERS: Final = f"(increase({DEAD_LETTERS}[1h]) > 0) or ({DEAD_LETTERS} > 0 unless {DEAD_LETTERS} offset 1h)"
 
-WELL: Final = Row(
-    "Is it well?",
+HEALTH: Final = Row(
+    "Health",
     (
         stat(
-            "Workers that answer",
+            "Workers up",
             'sum(up{job="integr8s-idem", instance=~"$instance"})',
-            "Processes that Prometheus can scrape. None: nothing is handled. Check whether their pods run, and the end "
-            f"of their logs. See IdempotencyWorkerUnreachable and IdempotencyNoWorker in {GUIDE}.",
+            "Processes that Prometheus can scrape. If there are none, nothing is handled. Check their pods, and "
+            f"the end of their logs. See IdempotencyWorkerUnreachable and IdempotencyNoWorker in {GUIDE}.",
             NONE_IS_BAD,
         ),
         stat(
-            "Workers that do not",
+            "Workers down",
             'count(up{job="integr8s-idem", instance=~"$instance"} == 0) or vector(0)',
             "Targets that Prometheus cannot scrape. Their events are taken over within a lease; find out why they do "
             f"not answer. See IdempotencyWorkerUnreachable in {GUIDE}.",
@@ -107,7 +108,7 @@ WELL: Final = Row(
         ),
         stat(
             "Store",
-            f"min(idempotency_store_up{CHOSEN})",
+            f"min(idempotency_store_up{SELECTED})",
             "Down: at least one worker gets no answer and is paused; it neither loses nor handles events. Restore the "
             f"store; the workers resume by themselves. See IdempotencyStoreDown in {GUIDE}.",
             NONE_IS_BAD,
@@ -115,22 +116,22 @@ WELL: Final = Row(
         ),
         stat(
             "Lag",
-            f"sum(idempotency_consumer_lag{CHOSEN})",
+            f"sum(idempotency_consumer_lag{SELECTED})",
             "Unsettled messages of all topics. If it grows, add workers, up to the number of partitions, or find out "
-            f"what is slow in the row Time. See IdempotencyConsumerLagGrows in {GUIDE}.",
+            f"what is slow in the row Latency. See IdempotencyConsumerLagGrows in {GUIDE}.",
             ((None, "green"), (1_000, "yellow"), (10_000, "red")),
         ),
         stat(
             "Dead letters in 1 h",
-            f"round(sum((increase({DEAD}[1h]) > 0) or ({DEAD} > 0 unless {DEAD} offset 1h)) or vector(0))",
-            "Dead-lettered messages. None is lost: read the reason in their headers, fix the cause, replay them. "
+            f"round(sum({_NEW_DEAD_LETTERS}) or vector(0))",
+            "Dead-lettered messages. Nothing is lost: read the reason in the headers, fix the cause, and replay them. "
             f"See IdempotencyDeadLetters in {GUIDE}.",
             NONE_IS_GOOD,
         ),
         stat(
             "Alerts",
             'count(ALERTS{alertname=~"Idempotency.*", alertstate="firing"}) or vector(0)',
-            f"Alerts of deploy/prometheus/alerts.yml that fire now. Each has its section in {GUIDE}.",
+            f"Alerts of deploy/prometheus/alerts.yml that fire now. Each has a section in {GUIDE}.",
             NONE_IS_GOOD,
         ),
     ),
@@ -139,39 +140,39 @@ WELL: Final = Row(
 FLOW: Final = Row(
     "Flow",
     (
-        a_second(
+        per_second(
             "Delivered",
             "deliveries",
             "Deliveries taken from Kafka, duplicates included. Zero while lag is above zero: the workers are stuck, "
             f"see IdempotencyNothingHandled in {GUIDE}.",
         ),
-        a_second(
+        per_second(
             "Handled",
             "events_handled",
             "Deliveries whose handler returned. Well below Delivered without duplicates: handlers fail, look at the "
-            "row Trouble.",
+            "row Problems.",
             "{{service}} {{event_type}}",
         ),
-        a_second(
+        per_second(
             "Duplicates blocked",
             "duplicates_blocked",
             "Deliveries whose handler did not run, since the work was done. Much more than usual: a producer repeats "
             "events, or offsets are not committed; see Commits and rebalances.",
         ),
         Panel(
-            "Known and new",
+            "Known and new keys",
             (Query(rate("cache_hits"), "{{service}} known"), Query(rate("cache_misses"), "{{service}} new")),
             "Reservations of known and of new keys. Known keys increase with duplicates, which alone is not a problem.",
             "ops",
         ),
         Panel(
-            "Share that was known",
+            "Share of duplicates",
             (Query(f"{rate('cache_hits')} / ({rate('cache_hits')} + {rate('cache_misses')})"),),
-            "The share of duplicates. A jump: a topic is replayed, or a producer sends everything twice. No line: no "
-            "events.",
+            "The share of reservations whose key was known. A jump: a topic is replayed, or a producer sends "
+            "everything twice. No line: no events.",
             "percentunit",
         ),
-        a_second(
+        per_second(
             "Published",
             "events_published",
             "Outgoing events that the brokers have confirmed. Zero although handlers publish events: see Outbox, and "
@@ -181,24 +182,24 @@ FLOW: Final = Row(
     ),
 )
 
-TROUBLE: Final = Row(
-    "Trouble",
+PROBLEMS: Final = Row(
+    "Problems",
     (
-        a_minute(
+        per_minute(
             "Dead letters",
             "Dead-lettered messages by reason. List them with integr8s-idem dlq, fix the cause, replay them: "
             f"docs/how-to/replay-a-dead-letter.md. See IdempotencyDeadLetters in {GUIDE}.",
             "dead_letters",
             legend="{{service}} {{reason}}",
         ),
-        a_minute(
+        per_minute(
             "Failures and retries",
             "Runs of handlers that raised or timed out, and deliveries to be retried. Rising: read the tracebacks in "
             f"the log; events that keep failing are dead-lettered. See IdempotencyHandlersFail in {GUIDE}.",
             "handler_failures",
             "retries",
         ),
-        a_minute(
+        per_minute(
             "Takeovers, prevented late starts, isolated runs",
             "Work taken over after an expired lease, handlers that were not started on an expired lease, and events "
             "that run alone because they may have crashed workers. A few are normal when a worker is killed; a steady "
@@ -207,22 +208,22 @@ TROUBLE: Final = Row(
             "stale_starts_prevented",
             "isolated_runs",
         ),
-        a_minute(
-            "Lost reservations and late ends",
-            "Runs that lost their reservation before their end, and outcomes for partitions that had been revoked. "
+        per_minute(
+            "Lost reservations and late completions",
+            "Runs that lost their reservation before they finished, and outcomes for partitions that had been revoked. "
             "Raise processing_timeout_seconds or drain_timeout_seconds, or find what blocks the event loop. "
             f"See IdempotencyReservationsLost in {GUIDE}.",
             "reservations_lost",
             "stale_completions",
         ),
-        a_minute(
+        per_minute(
             "Store errors",
-            "Failed calls of the store; each was retried or paused the worker. Check the load of the store and the "
+            "Failed store calls; each was retried or paused the worker. Check the load of the store and the "
             f"network. See IdempotencyStoreErrors in {GUIDE}.",
             "store_errors",
         ),
-        a_minute(
-            "Store lost, failed over, restarted, records vanished",
+        per_minute(
+            "Store data losses, failovers, restarts, vanished records",
             "In each case the store may have lost records, and work may be done twice. Find out what happened to the "
             f"server, and make it durable: docs/how-to/prepare-redis.md. See IdempotencyStoreDataLost in {GUIDE}.",
             "store_data_losses",
@@ -230,7 +231,7 @@ TROUBLE: Final = Row(
             "store_restarts",
             "records_vanished",
         ),
-        a_minute(
+        per_minute(
             "Refused replays",
             "Messages with refused replay headers by reason, handled as ordinary deliveries; and replays for other "
             "consumer groups, which are skipped. If you do not replay, check who may publish to the topics: "
@@ -238,14 +239,14 @@ TROUBLE: Final = Row(
             "replays_refused",
             "replays_for_other_groups",
         ),
-        a_minute(
+        per_minute(
             "Undecodable messages",
             "Messages that cannot be decoded as a known event, by reason; they are dead-lettered unchanged. Usually a "
             "producer writes another format: compare its version with that of the service.",
             "undecodable_messages",
             legend="{{service}} {{reason}}",
         ),
-        a_minute(
+        per_minute(
             "Unreadable records, reused keys",
             "Corrupt records in the store, and keys that were used for different payloads. Another program writes "
             "under the key prefix, or a producer reuses an id. "
@@ -253,26 +254,26 @@ TROUBLE: Final = Row(
             "corrupt_records",
             "keys_reused",
         ),
-        a_minute(
+        per_minute(
             "Unguarded runs",
             "Handlers that ran without the guard, because on_store_error or on_key_reused permits it. Each event may "
             f"have been a duplicate. See IdempotencyUnguardedRuns in {GUIDE}.",
             "unguarded_runs",
         ),
-        a_minute(
+        per_minute(
             "Commits and rebalances",
             "Failed commits, and rebalances. A few are normal at each deployment; a steady rate means that workers "
             f"keep leaving the group, see Event loop. See IdempotencyCommitsFail in {GUIDE}.",
             "commit_failures",
             "rebalances",
         ),
-        a_minute(
+        per_minute(
             "Damaged partitions",
-            "Partitions that are skipped because a batch cannot be read. They do not recover by themselves. "
+            "Partitions that are paused because a batch cannot be read. They do not recover by themselves. "
             f"See IdempotencyPartitionDamaged in {GUIDE}.",
             "damaged_partitions",
         ),
-        a_minute(
+        per_minute(
             "Waits, dropped results, orphaned steps",
             "Deliveries that waited for a run elsewhere; results that were too large to store (raise "
             "max_result_size_bytes or return less); recorded steps that the last run did not request (a step was "
@@ -284,13 +285,13 @@ TROUBLE: Final = Row(
     ),
 )
 
-TIME: Final = Row(
-    "Time",
+LATENCY: Final = Row(
+    "Latency",
     (
         Panel(
-            "One delivery",
+            "Processing time",
             tuple(percentile(share, "processing", "service", "{{service}}") for share in (0.5, 0.95, 0.99)),
-            "From decoding to the end of the handler. If it is slow, the next panel shows in which phase.",
+            "From decoding until the delivery is settled. If it is slow, the next panel shows in which phase.",
             "s",
         ),
         Panel(
@@ -304,11 +305,11 @@ TIME: Final = Row(
             "Event loop",
             (
                 Query(
-                    f"max by (service, instance) (idempotency_event_loop_lag_seconds{CHOSEN})",
+                    f"max by (service, instance) (idempotency_event_loop_lag_seconds{SELECTED})",
                     "{{service}} {{instance}}",
                 ),
             ),
-            "How late the event loop is. Near a second: a handler computes without await; move that to a thread or a "
+            "Delay of the event loop. Near a second: a handler computes without await; move that to a thread or a "
             "process. Near a third of the session timeout, workers leave the group. "
             f"See IdempotencyEventLoopLag in {GUIDE}.",
             "s",
@@ -322,36 +323,36 @@ STATE: Final = Row(
     (
         Panel(
             "Lag by topic",
-            (Query(f"sum by (service, topic) (idempotency_consumer_lag{CHOSEN})", "{{service}} {{topic}}"),),
+            (Query(f"sum by (service, topic) (idempotency_consumer_lag{SELECTED})", "{{service}} {{topic}}"),),
             "Messages between the committed offset and the end. One topic alone: its handler is slow or one of its "
             f"partitions is damaged. See IdempotencyConsumerLagGrows in {GUIDE}.",
         ),
         Panel(
             "In flight",
-            (Query(f"sum by (service) (idempotency_in_flight{CHOSEN})"),),
+            (Query(f"sum by (service) (idempotency_in_flight{SELECTED})"),),
             "Unsettled deliveries. At max_in_flight, fetching pauses, which is normal. If it stays there and nothing "
             "is handled, handlers hang: set handler_timeout_seconds.",
         ),
         Panel(
-            "Keys active",
+            "Active keys",
             # Every worker reports the same keys of the store, so they must not be summed.
-            (Query(f"max by (service) (idempotency_keys_active{CHOSEN})"),),
+            (Query(f"max by (service) (idempotency_keys_active{SELECTED})"),),
             "Keys with an active lease, including those of dead workers. If there are permanently more than In flight, "
             "workers have died; their leases end after processing_timeout_seconds, and their work is taken over.",
         ),
         Panel(
             "Outbox",
-            (Query(f"max by (service) (idempotency_outbox_waiting{CHOSEN})"),),
+            (Query(f"max by (service) (idempotency_outbox_waiting{SELECTED})"),),
             "Events of committed transactions that wait to be published. If it does not fall, Kafka refuses them or no "
             f"worker of the service runs. See IdempotencyOutboxStuck in {GUIDE}. No line: this store has no outbox.",
         ),
-        a_second(
+        per_second(
             "Result bytes",
             "result_bytes",
             "Bytes of results stored for duplicates. If they fill the store, return less, or set enable_result_caching "
             "to false if the results are not used.",
         ),
-        a_second(
+        per_second(
             "Records purged",
             "records_purged",
             "Expired records deleted from a SQL store. Zero while its table grows: set purge_interval_seconds above 0. "
@@ -360,4 +361,4 @@ STATE: Final = Row(
     ),
 )
 
-ROWS: Final = (WELL, FLOW, TROUBLE, TIME, STATE)
+ROWS: Final = (HEALTH, FLOW, PROBLEMS, LATENCY, STATE)

@@ -1,1 +1,1 @@
-"""The first hour: two services on Kafka, with Dishka.  One charges cards, one keeps the books."""
+"""Two services on Kafka, with Dishka: one charges cards, the other records payments."""

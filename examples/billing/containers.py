@@ -1,4 +1,4 @@
-"""Providers decide who gets what: billing is guarded, audit is not."""
+"""Containers of the services. Their providers make billing idempotent, and leave audit plain."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .payments import Audit, Payments
 
 
 class PaymentsProvider(Provider):
-    """The user's own."""
+    """The application's own dependencies."""
 
     payments = provide(Payments, scope=Scope.APP)
 
 
 class AuditProvider(Provider):
-    """The user's own."""
+    """The application's own dependencies."""
 
     audit = provide(Audit, scope=Scope.APP)
 
@@ -39,7 +39,7 @@ billing = Service(
         PaymentsProvider(),
     ],
 )
-"""Each order is charged once."""
+"""Charges each order once."""
 
 audit = Service(
     "audit",
@@ -49,4 +49,4 @@ audit = Service(
         AuditProvider(),
     ],
 )
-"""Keeps the books."""
+"""Records payments."""

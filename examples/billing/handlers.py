@@ -1,4 +1,4 @@
-"""Events and handlers: they know neither Kafka nor who guards them."""
+"""Events and handlers, independent of Kafka and of the guard."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ async def charge(
 ) -> Receipt:
     """Charge the card, once per order."""
     receipt = await payments.charge(event.order_id, event.amount, idempotency_key=attempt.key_for("charge"))
-    outgoing.publish(OrderPaid(order_id=event.order_id, receipt=receipt.id))  # sent once handler and scope succeeded
-    return receipt  # what a duplicate gets back
+    outgoing.publish(OrderPaid(order_id=event.order_id, receipt=receipt.id))  # published after success
+    return receipt  # stored, and returned for duplicates
 
 
 @audit_router.on(OrderPaid)
 async def note_payment(event: OrderPaid, audit: FromDishka[Audit]) -> None:
-    """Keep the books.  Repeatable by nature, so this service needs no guard."""
+    """Record a payment. This is repeatable by nature, so the service needs no guard."""
     audit.note(event.order_id, event.receipt)

@@ -1,9 +1,9 @@
-"""The reference platform under faults, with a verdict that is counted from the outside: `python -m examples.demo`.
+"""The reference platform under faults, with a verdict based on observations from outside: `python -m examples.demo`.
 
 __main__.py     the command line
 play.py         the order of events: set up, publish, kill, wait, stop, count
 scenery.py      servers, settings and topics of one run, and their removal
-requests.py     what is asked for
+requests.py     the requests
 services.py     the four services as processes
 duplicator.py   events that come twice
 ledger.py       what the platform's database says

@@ -32,7 +32,7 @@ class Figures:
 
 
 class Display:
-    """Use it as a context manager; the table goes away at its end."""
+    """A context manager; the table is removed at the end."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)

@@ -27,7 +27,7 @@ _STOP_SECONDS: Final = 5.0
 class Duplicator:
     """Reads every topic of the platform, and publishes every third event again, unchanged.
 
-    A copy is known by its event id, which was seen before, and is not copied again.
+    A copy is recognized by its event id, and is not copied again.
     """
 
     def __init__(self, kafka: KafkaSettings, group: str, event_types: tuple[str, ...]) -> None:
@@ -51,10 +51,10 @@ class Duplicator:
         return self._due == self.copies
 
     async def run(self) -> None:
-        """Until it is cancelled.
+        """Run until cancelled.
 
         Raises:
-            DemoError: The broker failed us.
+            DemoError: The broker failed.
         """
         consumer = make_consumer(self._kafka, self._group)
         consumer.subscribe(self._topics, listener=None)
@@ -68,7 +68,7 @@ class Duplicator:
                             self._due += 1
         except* (KafkaError, PublishError) as errors:
             raise DemoError(
-                "; ".join(f"events cannot be doubled: {error!r}" for error in errors.exceptions)
+                "; ".join(f"events cannot be delivered again: {error!r}" for error in errors.exceptions)
             ) from errors
         finally:
             await bounded_stop(consumer, _STOP_SECONDS)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class DemoError(Exception):
-    """The demo cannot go on.  The message says why."""
+    """The demo cannot continue."""

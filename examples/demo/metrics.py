@@ -16,14 +16,14 @@ _NAMES: Final = {f"{_PREFIX}{name}_total": name for name in _COUNTERS} | {_PREFI
 
 
 class Metrics:
-    """Sums of counters; those of a process that has died stay counted as they were last seen."""
+    """Sums of counters. The last known counts of dead processes are included."""
 
     def __init__(self) -> None:
         self._before: Counter[str] = Counter()
         self._now: dict[str, Counter[str]] = {}
 
     async def scrape(self, service: str, port: int) -> bool:
-        """Ask one service; whether it answered.  One that gives no answer keeps the numbers of its last one."""
+        """Scrape one service, and return whether it answered. Without an answer, its previous numbers are kept."""
         try:
             status, page = await get(port, "/metrics")
         except (OSError, http.client.HTTPException):
@@ -34,17 +34,17 @@ class Metrics:
         return True
 
     def died(self, service: str) -> None:
-        """Its next life counts from zero."""
+        """Note that a process has died: its successor counts from zero."""
         seen = self._now.pop(service, Counter())
         self._before += Counter({name: seen[name] for name in _COUNTERS})
 
     def __getitem__(self, name: str) -> int:
-        """The sum of a counter or level, named without prefix and suffix."""
+        """Return the sum of a counter or gauge, named without prefix and suffix."""
         return self._before[name] + sum(seen[name] for seen in self._now.values())
 
 
 async def get(port: int, path: str) -> tuple[int, str]:
-    """Status and body of a page on this machine.  Raises OSError or HTTPException."""
+    """Return status and body of a page on this machine. Raises OSError or HTTPException."""
     return await asyncio.to_thread(_get, port, path)
 
 
@@ -59,7 +59,7 @@ def _get(port: int, path: str) -> tuple[int, str]:
 
 
 def _sums(lines: Iterable[str]) -> Counter[str]:
-    """`name{labels} value` by name, over all labels.  A page has many lines; these few are all we want."""
+    """Sum lines of the form `name{labels} value` by name, over all labels. Only the names of interest are parsed."""
     sums: Counter[str] = Counter()
     for line in lines:
         name = _NAMES.get(line.partition("{")[0])

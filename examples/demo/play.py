@@ -25,18 +25,18 @@ from providers import platform
 VICTIM: Final = "k8s-worker"
 
 _TWICE_AT_ONCE: Final = 10
-"""Requests that are published twice from the start, one right behind the other."""
+"""Number of requests that are published twice from the start, one immediately after the other."""
 _SEVERAL: Final = 3
 _TICK_SECONDS: Final = 1.0
 _QUIET_SECONDS: Final = 2.5
-"""Without a new delivery, before it counts as over.  Services measure their lag once a second."""
+"""Seconds without a new delivery after which all work counts as done. Services measure their lag once a second."""
 _QUIET_LOOKS: Final = 2
-"""At all services, each of which answered: on a busy machine no answer may come for seconds."""
+"""Number of rounds in which all services answered; on a busy machine, answers may take seconds."""
 _END_SECONDS: Final = 20.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class DemoOptions:
     """The options of the command line."""
 
     requests: list[DemoRequest]
@@ -60,18 +60,18 @@ class Outcome:
     """Errors that the services logged."""
 
 
-async def play(asked: Asked, display: Display) -> Outcome:
+async def play(options: DemoOptions, display: Display) -> Outcome:
     """Run the demo.
 
     Raises:
-        DemoError, SettingsError, ApplicationError: It could not be run; nothing is left of it.
+        DemoError, SettingsError, ApplicationError: The demo could not be run; everything is cleaned up.
     """
-    async with scenery(asked.settings, asked.store, keep=asked.keep) as scene:
+    async with scenery(options.settings, options.store, keep=options.keep) as scene:
         services = Services(list(platform.services), scene.settings_file, scene.folder)
         try:
-            stage = _Stage(asked, scene, services, display)
+            stage = _Stage(options, scene, services, display)
             await stage.act()
-            display.say("the services are asked to end")
+            display.say("stopping the services")
             late = await services.end(_END_SECONDS)
         finally:
             services.kill()
@@ -81,14 +81,14 @@ async def play(asked: Asked, display: Display) -> Outcome:
 
 
 class _Stage:
-    """The services at work, and what happens to them."""
+    """The running services, and the faults that happen to them."""
 
-    def __init__(self, asked: Asked, scene: Scenery, services: Services, display: Display) -> None:
-        self._asked = asked
+    def __init__(self, options: DemoOptions, scene: Scenery, services: Services, display: Display) -> None:
+        self._options = options
         self._scene = scene
         self._services = services
         self._display = display
-        self._events = as_events(asked.requests, scene.run, scene.journal)
+        self._events = as_events(options.requests, scene.run, scene.journal)
         self._duplicator = Duplicator(scene.kafka, f"{scene.run}.duplicator", EVENT_TYPES)
         self._metrics = Metrics()
         self._published = 0
@@ -98,17 +98,17 @@ class _Stage:
         self._looks = 0
 
     async def act(self) -> None:
-        """Everything up to the moment when the services may end.
+        """Run everything up to the moment when the services may stop.
 
         Raises:
-            DemoError: It cannot go on.
+            DemoError: The demo cannot continue.
         """
         try:
-            async with asyncio.timeout(self._asked.seconds - self._display.seconds):
+            async with asyncio.timeout(self._options.seconds - self._display.seconds):
                 await self._act()
         except TimeoutError:
             self._over = False
-            self._troubles.append(f"not over after {self._asked.seconds:g} s")
+            self._troubles.append(f"not finished after {self._options.seconds:g} s")
         await self._look()
 
     async def count(self, late: Sequence[str]) -> Seen:
@@ -128,7 +128,7 @@ class _Stage:
             duplicates_blocked=metrics["duplicates_blocked"],
             takeovers=metrics["takeovers"],
             dead_letters=metrics["dead_letters"],
-            troubles=[*self._troubles, *(f"{name} had to be killed in the end" for name in late)],
+            troubles=[*self._troubles, *(f"{name} had to be killed at the end" for name in late)],
         )
 
     async def _act(self) -> None:
@@ -165,7 +165,7 @@ class _Stage:
             raise DemoError(f"a request could not be published: {error}") from error
         finally:
             await publisher.close()
-        self._display.say(f"{len(self._events)} requests are published")
+        self._display.say(f"{len(self._events)} requests published")
 
     async def _kill_in_the_middle(self) -> None:
         """Kill the k8s worker while one of its scripts runs, and restart it immediately."""
@@ -177,15 +177,15 @@ class _Stage:
         self._metrics.died(VICTIM)
         worker.start()
         self._display.say(
-            f"killed the {VICTIM} with {len(self._in_flight)} executions in flight, and started it again; "
-            f"they are taken over when their leases of {LEASE_SECONDS:g} s end"
+            f"killed the {VICTIM} with {len(self._in_flight)} executions in flight, and restarted it; "
+            f"the executions are taken over when their leases of {LEASE_SECONDS:g} s end"
         )
         await worker.ready()
 
     async def _freeze_at_work(self, worker: ServiceProcess) -> None:
         """Stop `worker` (SIGSTOP) in the middle of its work.
 
-        Stopped, it cannot end what we have seen it at: killed now, it is killed in the middle of that.
+        A stopped worker cannot finish the work that was observed, so a kill hits it in the middle of that work.
         """
         while True:
             await until(self._is_in_the_middle)
@@ -196,7 +196,7 @@ class _Stage:
             worker.thaw()
 
     async def _is_in_the_middle(self) -> bool:
-        """Whether a third is done and several scripts run; later on one is enough."""
+        """Return whether a third of the work is done and several scripts run; later, one running script is enough."""
         done, all_of_them = (await self._scene.ledger.progress()).done, len(self._events)
         if done < all_of_them // 3:
             return False
@@ -211,7 +211,7 @@ class _Stage:
         return (await self._scene.ledger.progress()).done >= len(self._events)
 
     async def _wait_for_quiet(self) -> None:
-        """A duplicate may still come after the last result, and do harm: wait for all of them."""
+        """Wait for duplicates that arrive after the last result, since they could still do harm."""
         last, since, looks = (-1, -1, -1), self._display.seconds, self._looks
         while self._display.seconds - since < _QUIET_SECONDS or self._looks - looks < _QUIET_LOOKS:
             now = (self._duplicator.events, self._duplicator.copies, self._metrics["deliveries"])
@@ -227,7 +227,7 @@ class _Stage:
             await asyncio.sleep(_TICK_SECONDS)
 
     async def _look(self) -> None:
-        """Ask everybody, and show it."""
+        """Scrape all services, and update the display."""
         ports = {service.name: service.port for service in self._services if service.port}
         answered = await asyncio.gather(*(self._metrics.scrape(name, port) for name, port in ports.items()))
         self._looks += all(answered)

@@ -41,7 +41,7 @@ def read_requests(path: Path) -> list[DemoRequest]:
             where = ".".join(map(str, first["loc"])) or "line"
             raise DemoError(f"{path}, line {number}: {where}: {first['msg']}") from None
     if not requests:
-        raise DemoError(f"{path} holds no request")
+        raise DemoError(f"{path} contains no requests")
     return requests
 
 
@@ -52,7 +52,7 @@ def as_events(requests: list[DemoRequest], run: str, journal: Journal) -> list[E
         execution_id = f"{run}-{number:03}"
         fields = request.model_dump(exclude={"user_id"})
         if request.language == "python":
-            fields["script"] = journal.noting(execution_id, request.script)
+            fields["script"] = journal.with_entry(execution_id, request.script)
         metadata = EventMetadata(service_name="demo", correlation_id=execution_id, user_id=request.user_id)
         events.append(ExecutionRequested(execution_id=execution_id, metadata=metadata, **fields))
     return events

@@ -73,9 +73,9 @@ async def scenery(settings_file: Path | None, kind: str, *, keep: bool) -> Async
     """Create everything that the services need, and remove it at the end.
 
     Args:
-        settings_file: Names a Kafka and a Redis to use; `None` starts embedded ones.
-        kind: Of the embedded store, one of `STORES`.  In SQL, it is the platform's own database.
-        keep: Leave the folder with logs, database and journal behind.
+        settings_file: Settings of a Kafka and a Redis to use; `None` starts embedded servers.
+        kind: Kind of the embedded store, one of `STORES`. With SQL, it is the platform's own database.
+        keep: Keep the folder with logs, database and journal.
 
     Raises:
         DemoError, SettingsError, ApplicationError: Something cannot be had; the message says what.
@@ -92,7 +92,7 @@ async def scenery(settings_file: Path | None, kind: str, *, keep: bool) -> Async
             kafka, store = of_the_run(run, KafkaSettings(**servers["kafka"]), chosen)
             names = ("embedded Kafka (emulator)", f"embedded {_NAMES[kind]}")
         elif kind != "redis":
-            raise DemoError(f"--store {kind} is an embedded one; {settings_file} names servers of its own")
+            raise DemoError(f"--store {kind} selects an embedded store, but {settings_file} names servers")
         else:
             kafka, redis = servers_named_in(settings_file)
             kafka, store = of_the_run(run, kafka, redis)
@@ -120,7 +120,7 @@ def _folder(*, keep: bool) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the folder; retried, since supervisors of the last scripts may still clean up in it."""
+    """Remove the folder. Retried, since supervisors of the last scripts may still clean up in it."""
     until = time.monotonic() + _REMOVAL_SECONDS
     while True:
         try:
@@ -174,7 +174,7 @@ async def _make_topics(kafka: KafkaSettings) -> list[str]:
         try:
             answer: Any = await admin.create_topics(wanted)
         except KafkaError as error:
-            print(f"topics cannot be made, the broker may do so itself: {error!r}")
+            print(f"topics cannot be created; the broker may create them automatically: {error!r}")
             return []
     return [f"{topic}: {why or code}" for topic, code, why in answer.topic_errors if code]
 
@@ -186,7 +186,7 @@ async def _forget_topics(kafka: KafkaSettings) -> None:
             topics = [topic for topic in await admin.list_topics() if topic.startswith(kafka.topic_prefix)]
             await admin.delete_topics(topics)
     except (DemoError, KafkaError, OSError, TimeoutError) as error:
-        print(f"topics {kafka.topic_prefix}* stay: {error!r}")
+        print(f"topics {kafka.topic_prefix}* were not deleted: {error!r}")
 
 
 @asynccontextmanager
@@ -227,4 +227,4 @@ async def _forget_keys(client: Redis, run: str) -> None:
             if keys:
                 await client.unlink(*keys)
     except (RedisError, OSError, TimeoutError) as error:
-        print(f"keys {run}* stay: {error!r}")
+        print(f"keys {run}* were not deleted: {error!r}")

@@ -25,15 +25,15 @@ _RUN: Final = (sys.executable, "-m", "integr8s_idem", "run", "providers:platform
 
 
 class ServiceProcess:
-    """One service in a process group of its own; what it says goes to a file, one JSON object a line.
+    """One service in its own process group. It logs to a file, one JSON object per line.
 
-    It goes with us, however we end: a guard in its group waits for that.
+    A guard process in the group ends it when this process ends for any reason.
     """
 
     def __init__(self, name: str, settings: Path, folder: Path) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
-        # What the environment says about settings was read once, and is in the file.
+        # Settings from the environment were read once, and are in the file.
         env = {key: value for key, value in os.environ.items() if not key.startswith("INTEGR8S_IDEM_")}
         self._server = ChildServer(
             [*_RUN, "--service", name, "--settings", str(settings)],
@@ -55,15 +55,15 @@ class ServiceProcess:
         return self._server.running
 
     def check(self) -> None:
-        """Raises `DemoError` with its last words if it has ended."""
+        """Raise `DemoError` with the last log lines if the process has ended."""
         if not self.running:
-            raise DemoError(f"{self.name} has ended; it said last:\n{self._server.last_words()}")
+            raise DemoError(f"{self.name} has ended; its last log lines:\n{self._server.last_words()}")
 
     async def ready(self) -> None:
-        """Return once it has joined its group and its store answers.
+        """Return once the service has joined its group and its store answers.
 
         Raises:
-            DemoError: It ended instead.
+            DemoError: The service has ended.
         """
         while not await self._is_ready():
             self.check()
@@ -87,7 +87,7 @@ class ServiceProcess:
         os.kill(self._server.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill its process group with SIGKILL.  The supervisors of its scripts then end them."""
+        """Kill the process group with SIGKILL. The supervisors then end its scripts."""
         self._server.kill()
 
     def ask_to_end(self) -> None:
@@ -106,7 +106,7 @@ class ServiceProcess:
         return 0
 
     def _lines(self, start: int) -> Iterator[dict[str, Any]]:
-        """Those behind byte `start` of the log that are whole."""
+        """Return the complete lines of the log after byte `start`."""
         said = self.log.read_bytes()[start:].decode(errors="replace")
         for line in said.rpartition("\n")[0].splitlines():
             try:
@@ -116,7 +116,7 @@ class ServiceProcess:
 
 
 class Services:
-    """All of them."""
+    """All services."""
 
     def __init__(self, names: list[str], settings: Path, folder: Path) -> None:
         self.by_name = {name: ServiceProcess(name, settings, folder) for name in names}
@@ -129,24 +129,24 @@ class Services:
             service.start()
 
     async def ready(self) -> None:
-        """Return once all are ready.  Raises `DemoError` if one ends instead."""
+        """Return once all are ready. Raise `DemoError` if one has ended."""
         for service in self:
             await service.ready()
 
     def check(self) -> None:
-        """Raises `DemoError` if one has ended."""
+        """Raise `DemoError` if one has ended."""
         for service in self:
             service.check()
 
     async def end(self, patience: float) -> list[str]:
-        """Let all drain, for `patience` seconds together, then kill.  The names of those that had to be killed."""
+        """Drain all services for up to `patience` seconds, then kill the rest. Return the names of killed services."""
         for service in self:
             service.ask_to_end()
         try:
             async with asyncio.timeout(patience):
                 await until(self._have_ended)
         except TimeoutError:
-            pass  # they are named and killed below
+            pass  # reported and killed below
         late = [service.name for service in self if service.running]
         self.kill()
         return late

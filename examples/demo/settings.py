@@ -41,30 +41,30 @@ _SERVICE: Final[Mapping[str, Any]] = {
 
 
 def servers_named_in(file: Path) -> tuple[KafkaSettings, RedisStoreSettings]:
-    """How to reach the Kafka and the Redis of a settings file, and of the environment, which wins.
+    """Read the addresses of Kafka and Redis from a settings file and the environment, which takes precedence.
 
     Raises:
-        SettingsError: The file holds mistakes.
-        DemoError: It names no Redis.
+        SettingsError: The file is not valid.
+        DemoError: The file does not name a Redis.
     """
     settings = load_settings(file, PlatformSettings)
     if not isinstance(settings.store, RedisStoreSettings):
         raise DemoError(
-            f"{file}: store.kind is {settings.store.kind}; with servers of its own the demo runs on a Redis. "
-            "The other stores are embedded ones: --store"
+            f"{file}: store.kind is {settings.store.kind}; with your own servers, the demo requires Redis. "
+            "For an embedded store, use --store"
         )
     return settings.kafka, settings.store
 
 
 def of_the_run(run: str, kafka: KafkaSettings, store: DemoStore) -> tuple[KafkaSettings, DemoStore]:
-    """The same servers, with topics that no other run has used."""
+    """Return settings for the same servers, with topics that are unique to this run."""
     times = {"session_timeout_seconds": 6.0, "heartbeat_interval_seconds": 1.0, "metadata_max_age_seconds": 5.0}
     kafka = kafka.model_copy(update={**times, "topic_prefix": f"{kafka.topic_prefix}{run}."})
     return kafka, store.model_copy(update={"timeout_seconds": min(store.timeout_seconds, LEASE_SECONDS / 4)})
 
 
 def write_settings(file: Path, run: str, kafka: KafkaSettings, store: StoreSettings, database_url: str) -> None:
-    """Write what the services of this run read.  Groups and keys belong to the run as well."""
+    """Write the settings file of the services. Consumer groups and keys are unique to this run."""
     folder = file.parent
     tables = {
         "kafka": _plain(kafka),
@@ -73,7 +73,7 @@ def write_settings(file: Path, run: str, kafka: KafkaSettings, store: StoreSetti
         "telemetry": {"metrics_port": 0},
         "services": {name: {**_SERVICE, "group_id": f"{run}.{name}"} for name in platform.services},
         "platform": {
-            # The demo's scripts are its own.
+            # The demo runs only its own scripts.
             "runner": "subprocess",
             "scripts_as_root": True,
             "database_url": database_url,
@@ -86,7 +86,7 @@ def write_settings(file: Path, run: str, kafka: KafkaSettings, store: StoreSetti
 
 
 def _plain(section: BaseModel) -> dict[str, Any]:
-    """Passwords as they are: the file is for our services alone, and is removed."""
+    """Dump a section with plaintext passwords: only the services read the file, and it is removed."""
     values = {name: getattr(section, name) for name in type(section).model_fields}
     return {
         name: value.get_secret_value() if isinstance(value, SecretStr) else value
@@ -96,7 +96,7 @@ def _plain(section: BaseModel) -> dict[str, Any]:
 
 
 def _toml(table: Mapping[str, Any], above: str = "") -> str:
-    """`table` as TOML, whose texts, numbers and truth values look as in JSON."""
+    """Format `table` as TOML; strings, numbers and booleans have the same format as in JSON."""
     own = [f"{name} = {_value(value)}" for name, value in table.items() if not isinstance(value, Mapping)]
     text = "".join(f"{line}\n" for line in ([f"[{above}]"] if above and own else []) + own)
     for name, value in table.items():

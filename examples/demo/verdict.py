@@ -29,7 +29,7 @@ class Seen:
     killed: bool = True
     """Whether a worker was killed while a script ran."""
     events: int = 0
-    """Different events on the topics."""
+    """Number of distinct events on the topics."""
     copies: int = 0
     """Number of events that the demo delivered again."""
     deliveries: int = 0
@@ -57,12 +57,12 @@ class Verdict:
 
     @property
     def lost(self) -> list[str]:
-        """Those of them that will never have one: all work is done."""
+        """Requests without a result although all work is done."""
         return self.without_result if self.seen.over else []
 
     @property
     def unfinished(self) -> list[str]:
-        """Those of them that may yet have one: the demo's time was up before."""
+        """Requests that may still get a result: the time limit was reached first."""
         return [] if self.seen.over else self.without_result
 
     @cached_property
@@ -76,7 +76,7 @@ class Verdict:
 
     @cached_property
     def reruns_after_kill(self) -> list[str]:
-        """Those of them that were in flight when the worker was killed: the price of its death."""
+        """Scripts that began more than once because they were in flight at the kill."""
         return [execution for execution in self.rerun if execution in self.seen.in_flight]
 
     @cached_property
@@ -85,7 +85,7 @@ class Verdict:
 
     @cached_property
     def faults(self) -> list[str]:
-        """Everything that speaks against the platform, or against the demo as its proof.  Empty: all is well."""
+        """Faults of the platform, or of the demo as evidence. Empty if there are none."""
         return [*self._wrong_results(), *self._wrong_runs(), *self._no_proof()]
 
     def _wrong_results(self) -> list[str]:
@@ -93,20 +93,20 @@ class Verdict:
         requested = set(seen.requested)
         return [
             *_fault("without a stored result", self.lost),
-            *_fault("not finished when the time was up", self.unfinished),
+            *_fault("not finished at the deadline", self.unfinished),
             *_fault("with more than one stored result", (e for e, found in seen.results.items() if len(found) > 1)),
-            *_fault("with a result that nobody asked for", seen.results.keys() - requested),
-            *_fault("run though nobody asked for it", seen.runs.keys() - requested),
-            *_fault("completed without having run", (e for e, found in seen.results.items() if self._is_made_up(e))),
+            *_fault("with a result, but not requested", seen.results.keys() - requested),
+            *_fault("run, but not requested", seen.runs.keys() - requested),
+            *_fault("completed without a run", (e for e, found in seen.results.items() if self._is_unrequested(e))),
         ]
 
     def _wrong_runs(self) -> list[str]:
         seen = self.seen
-        untold = (e for e in self.reruns_after_kill if seen.attempts.get(e) != seen.runs[e])
+        unreported = (e for e in self.reruns_after_kill if seen.attempts.get(e) != seen.runs[e])
         return [
-            *_fault("run again though not in flight at the kill", set(self.rerun) - set(seen.in_flight)),
+            *_fault("run again, but not in flight at the kill", set(self.rerun) - set(seen.in_flight)),
             *_fault("run more than twice", (e for e in self.rerun if seen.runs[e] > 2)),
-            *_fault("run twice and not reported as attempt 2", untold),
+            *_fault("run twice, but not reported as attempt 2", unreported),
         ]
 
     def _no_proof(self) -> list[str]:
@@ -118,11 +118,11 @@ class Verdict:
             found.append(f"only {seen.copies} of {seen.events} events were delivered twice, not a third")
         return found
 
-    def _is_made_up(self, execution: str) -> bool:
+    def _is_unrequested(self, execution: str) -> bool:
         return "completed" in self.seen.results[execution] and not self.seen.runs.get(execution)
 
-    def for_machines(self) -> dict[str, Any]:
-        """The verdict in numbers."""
+    def numbers(self) -> dict[str, Any]:
+        """Return the verdict as numbers."""
         seen = self.seen
         return {
             "good": self.good,
@@ -143,13 +143,13 @@ class Verdict:
             "faults": self.faults,
         }
 
-    def for_people(self) -> list[str]:
-        """The verdict in lines."""
+    def lines(self) -> list[str]:
+        """Return the verdict as text lines."""
         seen = self.seen
         statuses = ", ".join(f"{count} {status}" for status, count in sorted(self.statuses.items()))
         unrun = len(set(seen.requested) - seen.runs.keys())
         return [
-            f"asked for   {len(seen.requested)} scripts to be run",
+            f"requested   {len(seen.requested)} scripts",
             f"delivered   {seen.events} events, {seen.copies} of them twice; the services took {seen.deliveries} "
             f"deliveries and blocked {seen.duplicates_blocked} duplicates",
             f"killed      a k8s worker with {len(seen.in_flight)} executions in flight; "
@@ -158,13 +158,13 @@ class Verdict:
             f"({len(self.reruns_after_kill)} of them in flight at the kill), {unrun} never",
             f"stored      {sum(map(len, seen.results.values()))} results: {statuses or 'none'}",
             f"lost        {len(self.lost)}"
-            + (f"; {len(self.unfinished)} were not finished when the time was up" if self.unfinished else ""),
+            + (f"; {len(self.unfinished)} were not finished at the deadline" if self.unfinished else ""),
             *(f"fault       {fault}" for fault in self.faults),
         ]
 
 
 def _fault(what: str, executions: Collection[str] | Any) -> list[str]:
-    """At most one line."""
+    """Return one line, or none if there are no executions."""
     found = sorted(executions)
     if not found:
         return []

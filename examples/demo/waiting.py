@@ -11,5 +11,5 @@ LOOK_SECONDS: Final = 0.05
 
 async def until(fact: Callable[[], Awaitable[bool]]) -> None:
     """Return once `fact()` is true."""
-    while not await fact():  # noqa: ASYNC110  # no event of this process tells of another's work
+    while not await fact():  # noqa: ASYNC110  # other processes cannot set an event
         await asyncio.sleep(LOOK_SECONDS)

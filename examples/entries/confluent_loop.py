@@ -1,4 +1,4 @@
-"""A loop of one's own over confluent-kafka, each message once: `python -m examples.entries.confluent_loop`.
+"""A custom loop over confluent-kafka that processes each message once: `python -m examples.entries.confluent_loop`.
 
 Needs the extra `embedded`: its Kafka is an emulator.
 """

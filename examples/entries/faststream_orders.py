@@ -1,6 +1,6 @@
-"""FastStream's subscribers, each message once: `python -m examples.entries.faststream_orders`.
+"""FastStream subscribers that process each message once: `python -m examples.entries.faststream_orders`.
 
-Needs the extra `faststream`.  It runs on FastStream's broker for tests, in memory; with a Kafka of yours, run
+Needs the extra `faststream`.  It uses FastStream's in-memory test broker; with your own Kafka, run
 `faststream run examples.entries.faststream_orders:app`.
 """
 

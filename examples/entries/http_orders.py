@@ -1,8 +1,8 @@
 """An HTTP API whose clients may retry: FastAPI, Dishka, and the guard for the `Idempotency-Key` header.
 
-`python -m examples.entries.http_orders` asks it in process: an order, its retry, the same key for another order, and a
-retry that comes too early.  `uvicorn --factory examples.entries.http_orders:application` serves it, with its rules
-under `/docs`.  Needs fastapi and the extra `httpx`.
+`python -m examples.entries.http_orders` calls it in process: an order, its retry, the same key for another order, and a
+retry that arrives too early.  `uvicorn --factory examples.entries.http_orders:application` serves it, with its API
+documentation under `/docs`.  Needs fastapi and the extra `httpx`.
 """
 
 # Without `from __future__ import annotations`: FastAPI reads them from functions that Dishka has wrapped.

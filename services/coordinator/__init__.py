@@ -1,1 +1,1 @@
-"""Admits executions: a bounded number at once, higher priority first, a limit per user."""
+"""Admits a limited number of concurrent executions: higher priority first, with a limit per user."""

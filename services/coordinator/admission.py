@@ -75,7 +75,7 @@ class Admission:
         """Queue or reject the execution, and admit as many executions as there are slots.
 
         Args:
-            key: Names the work, at most 255 characters; the same key gets the same decision.
+            key: Identifies the work, at most 255 characters; the same key gets the same decision.
         """
         turn = await self._take_turn()
         decided = await self._decided(key)
@@ -87,7 +87,7 @@ class Admission:
     async def end(self, key: str, execution_id: str, state: ExecutionState) -> Decision:
         """Free the execution's slot or its place in the queue, and admit as many executions as there are slots.
 
-        An execution that is not known yet is noted as ended: its request is still on its way.
+        An unknown execution is recorded as ended, since its request may arrive later.
         """
         turn = await self._take_turn()
         decided = await self._decided(key)

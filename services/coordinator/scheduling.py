@@ -18,7 +18,7 @@ def events_of(decision: Decision, rejected_id: str) -> Iterator[BaseEvent]:
     """Return the events of a decision in a stable order, since their ids are derived from it.
 
     Args:
-        rejected_id: The execution that was asked for, should it be rejected.
+        rejected_id: The requested execution, for a rejection.
     """
     if decision.rejected is not None:
         yield ExecutionRejected(execution_id=rejected_id, reason=decision.rejected)

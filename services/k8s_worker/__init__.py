@@ -1,1 +1,1 @@
-"""Runs the script of each create command, once, and tells how it ended."""
+"""Runs the script of each create command once, and publishes its outcome."""

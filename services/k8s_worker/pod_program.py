@@ -147,7 +147,7 @@ def _limit(limits: dict[str, int]) -> None:
 
 
 def _reap(child: int) -> tuple[int, int, resource.struct_rusage] | None:
-    """Take leave of all that has ended: in its container, this process inherits every orphan."""
+    """Reap all processes that have ended. As the first process of its container, this one inherits every orphan."""
     found = None
     try:
         while True:

@@ -1,7 +1,7 @@
 """Interpret the status of Jobs and pods, and derive the `Run`.  Pure.
 
-A Job here has one pod at a time.  Should the cluster have made two all the same, which its documentation does not
-exclude, the one that succeeded counts, else the last.
+A Job has one pod at a time.  If the cluster has created two nevertheless, which its documentation does not exclude, the
+one that succeeded counts, or else the last.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def run_of(pod: Object, log: bytes, keep: int) -> Run:
     """Return the result of a pod.
 
     Args:
-        log: The beginning of its output.
-        keep: Bytes of it that are wanted.
+        log: The beginning of the pod's output.
+        keep: Number of bytes to keep.
     """
     terminated, report = _terminated(pod), _report(pod)
     end, exit_code = _end(pod, terminated, report)

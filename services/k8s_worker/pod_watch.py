@@ -71,7 +71,7 @@ class JobWatch:
         """Wait until the Job has ended or cannot make progress.
 
         Raises:
-            ClusterError: The cluster refuses to tell, or has not answered until the Job should have ended long ago.
+            ClusterError: The cluster refuses the request, or has not answered until long after the Job's deadline.
         """
         pause = FIRST_PAUSE
         while True:

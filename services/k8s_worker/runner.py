@@ -60,8 +60,8 @@ class Runner(Protocol):
     async def run(self, pod_name: str, command: CreatePodCommand, stop: asyncio.Event) -> Run:
         """Run the command's script within its limits.
 
-        A later run of the same pod and command, in this process or another, goes on with what an earlier one has left,
-        if anything.  Cancelled, a run leaves nothing behind but what such a later run would find.
+        A later run of the same pod and command, in this process or another, continues an earlier one if that has left
+        anything.  A cancelled run leaves behind only what such a later run finds.
 
         Args:
             stop: Set to end the run.

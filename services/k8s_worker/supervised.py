@@ -105,7 +105,7 @@ async def supervised(spec: dict[str, Any], *, keep: int, flood: int) -> AsyncIte
     """Start `spec` under a supervisor; at the end of the block it is ended and cleaned up.
 
     Args:
-        spec: As supervisor.py reads it, without `report`.
+        spec: The input of supervisor.py, without `report`.
         keep: Bytes kept of each output stream.
         flood: Bytes of one stream after which `flooded` is set.
 

@@ -37,7 +37,7 @@ def main(spec: dict[str, Any]) -> None:
     os.set_inheritable(report, False)
     child_ended = _watch_children()
     _call_prctl(PR_SET_CHILD_SUBREAPER, 1)
-    _call_prctl(PR_SET_DUMPABLE, 0)  # the script cannot read our memory or files by /proc
+    _call_prctl(PR_SET_DUMPABLE, 0)  # so that the script cannot read this process's memory or files under /proc
     started = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -70,7 +70,7 @@ def _become_script(spec: dict[str, Any]) -> NoReturn:
     try:
         # A separate process group, so that it can be killed together with its children.
         os.setsid()
-        os.chdir(spec["folder"])  # before the change of user, who may not be able to enter the parent folders
+        os.chdir(spec["folder"])  # before the change of user, since the new user may lack access to the parent folders
         _drop_privileges(spec["user"])
         _call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
         for name in ("SIGPIPE", "SIGXFSZ"):
@@ -80,7 +80,7 @@ def _become_script(spec: dict[str, Any]) -> NoReturn:
         for name, limit in spec["limits"].items():
             _limit(getattr(resource, name), limit)
         os.execve(spec["command"][0], spec["command"], {})  # noqa: S606  # no shell is wanted
-    except BaseException as error:  # noqa: BLE001  # a forked child must not go on as its parent
+    except BaseException as error:  # noqa: BLE001  # a forked child must not continue as its parent
         os.write(2, f"could not start: {error}\n".encode())
     os._exit(127)
 

@@ -29,7 +29,7 @@ class Results:
         """Store the outcome of an execution.
 
         Args:
-            key: Names the work, at most 255 characters.  The same key always returns the same answer.
+            key: Identifies the work, at most 255 characters.  The same key always returns the same answer.
 
         Returns:
             Its status, or `None` if other work has stored a result of this execution before.

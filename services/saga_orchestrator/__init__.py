@@ -1,1 +1,1 @@
-"""Leads each execution through its pod, and deletes the pod when things go wrong."""
+"""Runs a saga for each execution: creates its pod, and deletes the pod if something fails."""

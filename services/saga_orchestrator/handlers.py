@@ -1,4 +1,4 @@
-"""What the saga orchestrator does with each event.  Its dispatcher is plain: a saga's state tells what is new."""
+"""The saga orchestrator's event handlers.  Its dispatcher is plain: the state of a saga shows which events are new."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Sagas:
     async def request(self, event: ExecutionRequested) -> SagaState:
         """Store the request, and continue a saga that has been waiting for it.
 
-        A second request for one execution changes nothing: one id, one script.
+        A second request for the same execution changes nothing.
         """
         request = event.model_dump(mode="json", include=set(ScriptRequest.model_fields))
         async with self._database.transaction() as connection:
@@ -110,7 +110,7 @@ class Sagas:
         """Expire overdue sagas and publish pending commands.  Returns the number of commands.
 
         Raises:
-            PublishError: The broker did not confirm; what is owed stays owed.
+            PublishError: The broker did not confirm; the command stays pending.
         """
         async with self._database.transaction() as connection:
             expired = await _expire(connection)
@@ -123,7 +123,7 @@ class Sagas:
         return len(indebted)
 
     async def _settle(self, saga: Saga) -> SagaState:
-        """Publish the pending command and then mark it as published: publishing twice is harmless, never is not."""
+        """Publish the pending command, and only then mark it as published, since publishing it twice is harmless."""
         if saga.owes is None:
             return saga.state
         await self._publisher.publish(saga.command())

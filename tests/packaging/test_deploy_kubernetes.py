@@ -140,9 +140,9 @@ def draining() -> dict[str, float]:
     request = SETTINGS.kafka.request_timeout_seconds
     return {
         "running handlers": max(SETTINGS.service(name).drain_timeout_seconds for name in SERVICES),
-        "cancelled ones": 3 * consumer.LAST_GRACE,
+        "cancelled handlers": 3 * consumer.LAST_GRACE,
         "offsets": request,
-        "the group": request,
+        "the worker leaves": request,
         "the outbox": request,
         "the service's container": service_group.CLOSE_SECONDS,
         "the endpoints": endpoints.CLOSE_SECONDS + run_command._THREADS_SECONDS,

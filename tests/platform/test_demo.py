@@ -190,7 +190,7 @@ async def test_the_demo_exits_with_the_log_of_a_service_that_dies(tmp_path: Path
         next(child for child in children if "coordinator" in child.cmdline()).kill()
         running.exits_with(2)
 
-    assert "coordinator has ended; it said last:\n" in running.output
+    assert "coordinator has ended; its last log lines:\n" in running.output
     assert running.left_behind == []
 
 
@@ -231,28 +231,28 @@ def test_unfinished_requests_are_not_reported_as_lost() -> None:
     verdict = Verdict(seen(results={"a": ["completed"], "b": ["failed"]}, over=False))
 
     assert (verdict.lost, verdict.unfinished) == ([], ["c"])
-    assert verdict.faults == ["1 not finished when the time was up: c"]
-    assert (verdict.for_machines()["lost"], verdict.for_machines()["unfinished"]) == (0, 1)
-    assert "lost        0; 1 were not finished when the time was up" in verdict.for_people()
+    assert verdict.faults == ["1 not finished at the deadline: c"]
+    assert (verdict.numbers()["lost"], verdict.numbers()["unfinished"]) == (0, 1)
+    assert "lost        0; 1 were not finished at the deadline" in verdict.lines()
 
 
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"runs": {"a": 2, "b": 2}}, "1 run again though not in flight at the kill: a"),
+        ({"runs": {"a": 2, "b": 2}}, "1 run again, but not in flight at the kill: a"),
         ({"runs": {"a": 1, "b": 3}, "attempts": {"b": 3}}, "1 run more than twice: b"),
-        ({"attempts": {"b": 1}}, "1 run twice and not reported as attempt 2: b"),
+        ({"attempts": {"b": 1}}, "1 run twice, but not reported as attempt 2: b"),
         ({"results": {"a": ["completed"], "b": ["failed"]}}, "1 without a stored result: c"),
         (
             {"results": {"a": ["completed"] * 2, "b": ["failed"], "c": ["failed"]}},
             "1 with more than one stored result: a",
         ),
-        ({"requested": ["a", "b"]}, "1 with a result that nobody asked for: c"),
-        ({"runs": {"a": 1, "b": 2, "x": 1}}, "1 run though nobody asked for it: x"),
-        ({"runs": {"b": 2}}, "1 completed without having run: a"),
+        ({"requested": ["a", "b"]}, "1 with a result, but not requested: c"),
+        ({"runs": {"a": 1, "b": 2, "x": 1}}, "1 run, but not requested: x"),
+        ({"runs": {"b": 2}}, "1 completed without a run: a"),
         ({"killed": False}, "no worker was killed while a script ran"),
         ({"copies": 5}, "only 5 of 18 events were delivered twice, not a third"),
-        ({"troubles": ["not over after 110 s"]}, "not over after 110 s"),
+        ({"troubles": ["not finished after 110 s"]}, "not finished after 110 s"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

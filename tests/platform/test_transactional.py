@@ -101,7 +101,7 @@ def test_the_settings_decide_whether_records_are_in_the_platforms_database(
             "postgresql://localhost/shop",
             "postgresql+asyncpg://u:hunter2@127.0.0.1/shop",
             "WARNING",
-            "[store] is localhost:5432/shop, [platform] is 127.0.0.1:5432/shop; if these are one database",
+            "[store] is localhost:5432/shop, [platform] is 127.0.0.1:5432/shop; if they are the same database",
         ),
         ("postgresql://db/shop", "sqlite+aiosqlite:///platform.db", "INFO", "commit before their records"),
     ],

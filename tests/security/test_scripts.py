@@ -62,9 +62,9 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
 @pytest.mark.parametrize(
     ("limits", "error"),
     [
-        ({"cpu_limit": 4.5}, "cpu_limit is 4.5, at most 4 are given"),
-        ({"memory_limit_mb": 2_049}, "memory_limit_mb is 2049, at most 2048 are given"),
-        ({"timeout_seconds": 301}, "timeout_seconds is 301, at most 300 are given"),
+        ({"cpu_limit": 4.5}, "cpu_limit is 4.5; the maximum is 4"),
+        ({"memory_limit_mb": 2_049}, "memory_limit_mb is 2049; the maximum is 2048"),
+        ({"timeout_seconds": 301}, "timeout_seconds is 301; the maximum is 300"),
     ],
     ids=["cores", "memory", "time"],
 )
