@@ -65,7 +65,7 @@ async def test_a_correct_table_has_no_findings(migrated: DynamodbStoreSettings) 
     assert seen.what.startswith("dynamodb answers in ")
 
 
-async def test_a_worker_sends_exactly_the_printed_actions(sound: DynamodbStoreSettings, front: DynamoFront) -> None:
+async def test_a_worker_sends_exactly_the_printed_actions(migrated: DynamodbStoreSettings, front: DynamoFront) -> None:
     front.requests.clear()
 
     await found_in_store(migrated)
@@ -94,7 +94,7 @@ def test_only_the_printed_actions_are_called() -> None:
 
 
 @pytest.mark.parametrize("action", sorted(printed("Worker")))
-async def test_each_denied_action_is_found(sound: DynamodbStoreSettings, front: DynamoFront, action: str) -> None:
+async def test_each_denied_action_is_found(migrated: DynamodbStoreSettings, front: DynamoFront, action: str) -> None:
     denied = f"User: a is not authorized to perform: dynamodb:{action} on resource: idem"
     front.refuse("AccessDeniedException", message=denied, only=action)
 

@@ -282,9 +282,7 @@ async def lossy(table: Table, server: DynamoServer) -> AsyncIterator[tuple[Dynam
 
 
 @pytest.mark.scenario(57)
-async def test_a_retry_finds_the_reservation_whose_response_was_lost(
-    table: Table, dynamodb: DynamoServer
-) -> None:
+async def test_a_retry_finds_the_reservation_whose_response_was_lost(table: Table, dynamodb: DynamoServer) -> None:
     async with lossy(table, dynamodb) as (store, proxy):
         lost = proxy.put(Cut(matching=b".PutItem"))
         (verdict,) = await store.reserve([wish(new_key())])

@@ -113,9 +113,7 @@ async def cause_deadlock(session: AsyncSession, other_engine: AsyncEngine) -> No
             await other.execute(text("DELETE FROM balance WHERE id >= 100"))
 
 
-async def test_a_deadlock_is_not_a_failure_of_the_handler(
-    url: str, engines: tuple[AsyncEngine, AsyncEngine]
-) -> None:
+async def test_a_deadlock_is_not_a_failure_of_the_handler(url: str, engines: tuple[AsyncEngine, AsyncEngine]) -> None:
     router, (_, app_engine) = EventRouter(), engines
 
     @router.on(OrderPlaced)

@@ -192,9 +192,7 @@ async def write_as_version_1(engine: AsyncEngine, **columns: Any) -> None:
         ("DELETE FROM idempotency_outbox_buckets", "rows of idempotency_outbox_buckets"),
     ],
 )
-async def test_a_migration_restores_an_incomplete_outbox(
-    engine: AsyncEngine, damage: str, missing: str
-) -> None:
+async def test_a_migration_restores_an_incomplete_outbox(engine: AsyncEngine, damage: str, missing: str) -> None:
     await migrate(engine)
     await run(engine, damage)
 

@@ -246,9 +246,7 @@ async def test_the_page_documents_the_round_trips_of_each_operation(kind: str, o
         assert await settled_costs(store, count) == documented(kind)
 
 
-async def test_the_page_documents_the_requests_of_dynamodb_operations(
-    dynamodb: DynamoServer, table: Table
-) -> None:
+async def test_the_page_documents_the_requests_of_dynamodb_operations(dynamodb: DynamoServer, table: Table) -> None:
     async with TurnCounter(dynamodb.port) as counter:
         settings = table.settings.model_copy(update={"endpoint_url": f"http://127.0.0.1:{counter.port}"})
         async with opened(settings, lambda: counter.turns) as (store, count):
