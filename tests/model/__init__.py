@@ -1,14 +1,14 @@
-"""The reservation protocol as a model: every interleaving of a small number of workers, keys and faults.
+"""A model of the reservation protocol that explores every interleaving of a few workers, keys and faults.
 
-Read it in this order:
+Read the modules in this order:
 
-1. `state.py`: what there is: records, deliveries on their way, partitions, faults still to come.
-2. `protocol.py`: what we promise to do, as switches, and the bugs that come of turning one.
-3. `store.py`: what the store does with one record.
-4. `delivery.py`: what a worker does with one delivery.
-5. `surroundings.py`: what happens around it: crashes, rebalances, leases that end, records that vanish.
-6. `rules.py`: what must never happen.
+1. `state.py`: the state: records, deliveries in progress, partitions, remaining faults.
+2. `protocol.py`: the protocol as switches, and the bugs that result from changing one.
+3. `store.py`: the steps of the store on a record.
+4. `delivery.py`: the steps of a worker on a delivery.
+5. `surroundings.py`: the environment: crashes, rebalances, expiring leases, lost records.
+6. `rules.py`: the rules that must never be broken.
 
-`explorer.py` walks through all states, shortest ways first. What is modeled and what is not:
-docs/decisions/0017-a-model-in-plain-python.md.  `python -m tests.model` runs it.
+`explorer.py` visits all states, shortest paths first. docs/decisions/0017-a-model-in-plain-python.md describes what is
+modeled and what is not. Run it with `python -m tests.model`.
 """

@@ -1,8 +1,8 @@
-"""`python -m tests.model`: look at every state of a configuration, or find the bug of a variant.
+"""`python -m tests.model`: explore every state of a configuration, or find the bug of a variant.
 
-python -m tests.model                               the configurations and the variants
-python -m tests.model --config 1                    our protocol in configuration 1
-python -m tests.model --variant check-then-act      the shortest way to its bug
+python -m tests.model                               list the configurations and variants
+python -m tests.model --config 1                    explore the real protocol in configuration 1
+python -m tests.model --variant check-then-act      show the shortest path to its bug
 python -m tests.model --variant check-then-act --rule OUTCOME_OVERWRITTEN
 """
 
@@ -35,11 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     seen = explore(Machine(setup, protocol), look_for=look_for)
     found = seen.counterexample
     if asked.json:
-        told = {key: value for key, value in asdict(seen).items() if key != "counterexample"}
-        print(json.dumps({"setup": str(setup), **told, "counterexample": found and as_json(found, setup)}))
+        shown = {key: value for key, value in asdict(seen).items() if key != "counterexample"}
+        print(json.dumps({"setup": str(setup), **shown, "counterexample": found and as_json(found, setup)}))
     else:
-        print(f"{asked.variant or 'ours'}: {setup}\n{tell(seen)}")
-        print(table(found, setup) if found is not None else "nothing broken")
+        print(f"{asked.variant or 'real protocol'}: {setup}\n{tell(seen)}")
+        print(table(found, setup) if found is not None else "no rule is broken")
     return int(found is not None)
 
 
@@ -48,15 +48,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--variant", choices=VARIANTS, metavar="NAME", help="a protocol with a bug; ours if not given")
-    parser.add_argument("--config", type=int, choices=range(len(CONFIGURATIONS)), metavar="N", help="the world")
-    parser.add_argument("--rule", choices=Rule.__members__, metavar="RULE", help="look for breaches of this one only")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--variant", choices=VARIANTS, metavar="NAME", help="explore a protocol with this bug")
+    parser.add_argument("--config", type=int, choices=range(len(CONFIGURATIONS)), metavar="N", help="explore this one")
+    parser.add_argument("--rule", choices=Rule.__members__, metavar="RULE", help="look only for this rule")
+    parser.add_argument("--json", action="store_true", help="output JSON")
     return parser
 
 
 def _list() -> None:
-    print("configurations of our protocol:")
+    print("configurations:")
     for number, setup in enumerate(CONFIGURATIONS):
         print(f"  {number:>2}  {setup}")
     print("variants:")

@@ -1,7 +1,8 @@
-"""The model as a campaign: run number n looks at every state of configuration n.
+"""The model as a campaign: trial n explores every state of configuration n.
 
-It has no figure for a fenced sink.  A sink refuses by key and by fence, and in the model a work *is* its key: a second
-effect could not get in, whatever the protocol.  What a sink rests on is a rule instead: it never refuses the owner.
+It does not count effects in a fenced sink. A sink rejects by key and fence, and in the model each work has one key, so
+that no protocol could get a second effect into it. Instead a rule states what a sink relies on: it never rejects the
+owner.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from tests.model.telling import table
 
 
 def run(first: int, count: int) -> Figures:
-    """Explore these configurations; beyond the last one there is nothing to count.
+    """Explore these configurations; numbers beyond the last one count nothing.
 
     Raises:
-        ViolationError: A rule can be broken; the message holds the shortest way to it.
+        ViolationError: A rule can be broken; the message has the shortest path.
     """
     figures = Figures()
     for number, setup in enumerate(CONFIGURATIONS[first : first + count], first):

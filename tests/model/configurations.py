@@ -1,7 +1,7 @@
-"""The worlds in which our protocol is looked at: first those that `make test` runs, then small ones first.
+"""The configurations in which the protocol is explored: first those of `make test`, then in order of size.
 
-A state that two of them reach is counted twice; the faults still to come are part of a state, so these are
-only such states in which the faults that tell the two apart are spent.
+A state that two configurations reach is counted twice. Since remaining faults are part of a state, this only affects
+states in which the faults that distinguish the two have already happened.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a worker does with one delivery: `DeliveryProcessor._settle`, `IdempotencyManager.execute` and
-`StoreClient.settle` as steps.
+"""The steps of a worker on a delivery: `DeliveryProcessor._settle`, `IdempotencyManager.execute`, `StoreClient.settle`.
 
-Between any two steps anything else may happen.  A call of the store is one step, with its answer; what
-can go wrong with a call is in `_call`.
+Steps of other actors can happen between any two steps. A store call is one step including its answer; `_call` adds the
+faults of a call.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from tests.model.state import (
 from tests.model.store import Answer, execute, take
 
 TOKENS_OF_A_TASK = 8
-"""Tokens have to differ, no more: each delivery on each worker has these for its own."""
+"""Number of distinct tokens of each delivery on each worker."""
 
 StoreCall: TypeAlias = tuple[Record | None, int, Request, Record | None, Answer]
 """Record before, highest fence before, request, record after, answer."""
 
 
 class Here(NamedTuple):
-    """One delivery in one state."""
+    """A delivery in a state."""
 
     state: State
     worker: int
@@ -63,7 +62,7 @@ class Deliveries:
         self.protocol = protocol
         self.messages = setup.messages
         self.calls: set[StoreCall] | None = None
-        """Every distinct call of the store is noted here, if somebody wants to know."""
+        """All distinct store calls, recorded if this is set."""
         self._of_phase: dict[Phase, Callable[[Here], Moves]] = {
             Phase.ASKING: self._asking,
             Phase.ABOUT_TO_TAKE: self._about_to_take,
@@ -71,24 +70,24 @@ class Deliveries:
             Phase.RUNNING: self._running,
             Phase.EFFECT_DONE: self._effect_done,
             Phase.COMPLETING: self._completing,
-            Phase.COMPLETING_ANEW: self._writing_anew,
+            Phase.COMPLETING_AGAIN: self._writing_again,
             Phase.RELEASING: self._releasing,
             Phase.FAILING: self._failing,
-            Phase.FAILING_ANEW: self._writing_anew,
+            Phase.FAILING_AGAIN: self._writing_again,
             Phase.DEAD_LETTERING: self._dead_lettering,
-            Phase.FAILING_AFTER_LETTER: self._failing,
+            Phase.FAILING_AFTER_DEAD_LETTER: self._failing,
         }
 
     def delivered(self, here: Here) -> State:
-        """It begins."""
+        """Start the delivery."""
         return put(here, here.state, Task(Phase.ASKING, self._fresh_token(here, here.state, None)))
 
     def steps(self, here: Here) -> Moves:
-        """What comes next."""
+        """Yield the next steps."""
         of_phase = self._of_phase.get(here.task.phase)
         return of_phase(here) if of_phase is not None else iter(())
 
-    # Asking for the key.
+    # Reserving
 
     def _asking(self, here: Here) -> Moves:
         for what, state, answer in self._call(here, self._request(here, Verb.RESERVE)):
@@ -104,13 +103,13 @@ class Deliveries:
                 return self._settled(here, state)
             case Answer.FAILED:
                 return put(here, state, Task(Phase.DEAD_LETTERING))
-            case Answer.IN_PROGRESS if not self.protocol.waits_for_its_twin:
+            case Answer.IN_PROGRESS if not self.protocol.waits_for_work_in_progress:
                 return self._settled(here, state)
             case _:
-                return state  # in progress elsewhere, or no answer: asks again, by the same token
+                return state  # in progress elsewhere, or no answer: retries with the same token
 
     def _begin(self, here: Here, state: State) -> State:
-        """The reservation is ours: run, unless that has crashed too often."""
+        """Run with the reservation, unless the work has crashed too often."""
         key = state.keys[here.key]
         assert key.record is not None
         held = _held(key.record)
@@ -120,29 +119,29 @@ class Deliveries:
         return put(here, state, Task(Phase.RESERVED, held.token, held))
 
     def _reserved(self, here: Here) -> Moves:
-        """It waits for its turn, and begins if its lease still holds."""
+        """Wait for the turn, and start if the lease still holds."""
         held, key = here.task.held, here.state.keys[here.key]
         assert held is not None
         if is_late(key, held) and self.protocol.checks_the_lease_before_a_start:
             yield (
-                _step(here, "does not begin: its lease has ended"),
+                _step(here, "does not start: its lease has ended"),
                 put(here, here.state, Task(Phase.ASKING, held.token)),
             )
         else:
-            yield _step(here, "begins"), self._started(here, held, key)
+            yield _step(here, "starts"), self._started(here, held, key)
         if here.state.partitions[self.messages[here.message].partition].owner != here.worker:
             yield from self._stopped(here)
 
     def _started(self, here: Here, held: Held, key: Key) -> State:
         run = Run(held.fence, first=held.attempt == 1)
-        broken = judge_beginning(key, held, dead_lettered=here.state.letters[here.message])
+        broken = judge_beginning(key, held, dead_lettered=here.state.dead_letters[here.message])
         state = here.state._replace(broken=broken)
         if owns(held, key.record):
             state = with_key(state, here.key, key._replace(begun=True))
         return put(here, state, Task(Phase.RUNNING, self._fresh_token(here, state, held), held, run))
 
     def _about_to_take(self, here: Here) -> Moves:
-        """Only where reserving is read, think, write: whatever stands there now is written over."""
+        """Overwrite the current record; only if reserving is not one step."""
         key = here.state.keys[here.key]
         assert here.task.held is not None
         seen = Record(
@@ -156,19 +155,19 @@ class Deliveries:
         after = take(seen, key.clock, here.task.token)
         broken = judge_reserving(key.record, after, here.task.token, in_progress=False)
         state = with_record(here.state, here.key, after)._replace(broken=broken)
-        yield _step(here, "writes what it would have taken"), self._begin(here, state)
+        yield _step(here, "writes the takeover"), self._begin(here, state)
 
-    # Doing the work.
+    # Running
 
     def _running(self, here: Here) -> Moves:
         yield _step(here, "has its effect"), self._with_effect(here)
         yield from self._raising(here, "fails before its effect")
-        yield from self._looking_after_the_lease(here)
+        yield from self._renewing(here)
 
     def _effect_done(self, here: Here) -> Moves:
         yield from self._completing(here)
         yield from self._raising(here, "fails after its effect")
-        yield from self._looking_after_the_lease(here)
+        yield from self._renewing(here)
 
     def _with_effect(self, here: Here) -> State:
         before, run = here.state.keys[here.key], here.task.run
@@ -191,8 +190,8 @@ class Deliveries:
         first = Phase.FAILING if self.protocol.fails_before_the_dead_letter else Phase.DEAD_LETTERING
         return task._replace(phase=first)
 
-    def _looking_after_the_lease(self, here: Here) -> Moves:
-        """Renewals while the handler runs.  One under a live lease changes nothing, so it is no step."""
+    def _renewing(self, here: Here) -> Moves:
+        """Renew while the handler runs. Renewing a live lease changes nothing and is not a step."""
         renewed, answer = self.executed(here.state, self._request(here, Verb.RENEW))
         if renewed is not here.state:
             yield _step(here, "renews, late but in time"), renewed
@@ -203,38 +202,38 @@ class Deliveries:
             stopped = self._try_again(here, state)
             yield _step(here, "gets no answer to renewals and stops in time", is_fault=True), stopped
         if answer is not Answer.YES:
-            yield from self._finding_out(here)
+            yield from self._after_rejected_renewal(here)
         if here.state.partitions[self.messages[here.message].partition].owner != here.worker:
             yield from self._stopped(here)
 
-    def _finding_out(self, here: Here) -> Moves:
-        """A renewal was refused.  If the record is merely gone the run goes on under a new reservation."""
+    def _after_rejected_renewal(self, here: Here) -> Moves:
+        """Handle a rejected renewal; if the record was only lost, the run continues with a new reservation."""
         for what, state, answer in self._call(here, self._request(here, Verb.RESERVE), "is not renewed and "):
             if answer is None:
                 yield what, state
             elif answer is not Answer.RESERVED:
                 yield what, self._try_again(here, state)
             else:
-                yield what, self._reserved_anew(here, state)
+                yield what, self._reserved_again(here, state)
                 if here.task.phase is Phase.EFFECT_DONE:
-                    # Its handler has ended meanwhile, and completes under the reservation that it began with.
+                    # The handler ended in the meantime, and completes with its first reservation.
                     late = what._replace(what=f"{what.what}, too late")
                     yield late, put(here, state, here.task._replace(phase=Phase.COMPLETING))
 
-    def _reserved_anew(self, here: Here, state: State) -> State:
+    def _reserved_again(self, here: Here, state: State) -> State:
         key = state.keys[here.key]
         task = here.task._replace(held=_held(key.record))
         if key.record is not None and key.record.previous is Previous.NONE:
             return put(here, with_key(state, here.key, key._replace(begun=True)), task)
-        # Somebody had it in between, and may have had effects.
+        # Another worker had the key in between, and may have had effects.
         return put(here, state, task._replace(phase=Phase.RELEASING, run=None))
 
     def _stopped(self, here: Here) -> Moves:
-        """Its partition is gone, or its worker shuts down: cancelled, and the key given back."""
+        """Cancel the run and release the key, because the partition was lost or the worker stops."""
         for what, state, _ in self._call(here, self._request(here, Verb.RELEASE), "is stopped and "):
             yield what, put(here, state, IDLE)
 
-    # Writing down what came of it.
+    # Writing the outcome
 
     def _completing(self, here: Here) -> Moves:
         for what, state, answer in self._call(here, self._request(here, Verb.COMPLETE)):
@@ -242,27 +241,27 @@ class Deliveries:
                 yield what, self._settled(here, state)
             elif answer is None:
                 yield what, put(here, state, here.task._replace(phase=Phase.COMPLETING))
-            elif here.record is None and not self.protocol.missing_record_is_written_anew:
+            elif here.record is None and not self.protocol.missing_record_is_written_again:
                 yield what, self._settled(here, state)
             else:
-                yield what, put(here, state, here.task._replace(phase=Phase.COMPLETING_ANEW))
+                yield what, put(here, state, here.task._replace(phase=Phase.COMPLETING_AGAIN))
 
     def _failing(self, here: Here) -> Moves:
         for what, state, answer in self._call(here, self._request(here, Verb.FAIL)):
             if answer is None:
                 yield what, state
-            elif here.task.phase is Phase.FAILING_AFTER_LETTER:
+            elif here.task.phase is Phase.FAILING_AFTER_DEAD_LETTER:
                 yield what, self._settled(here, state)
             elif answer is not Answer.YES:
-                yield what, put(here, state, here.task._replace(phase=Phase.FAILING_ANEW))
+                yield what, put(here, state, here.task._replace(phase=Phase.FAILING_AGAIN))
             elif self.protocol.failed_is_dead_lettered:
                 yield what, put(here, state, Task(Phase.DEAD_LETTERING))
             else:
                 yield what, self._settled(here, state)
 
-    def _writing_anew(self, here: Here) -> Moves:
-        """Nobody knows our token: if nobody has the key either, the outcome is written under a new reservation."""
-        again = Phase.COMPLETING if here.task.phase is Phase.COMPLETING_ANEW else Phase.FAILING
+    def _writing_again(self, here: Here) -> Moves:
+        """Reserve the key again after the store rejected the token, and write the outcome if that succeeds."""
+        again = Phase.COMPLETING if here.task.phase is Phase.COMPLETING_AGAIN else Phase.FAILING
         for what, state, answer in self._call(here, self._request(here, Verb.RESERVE)):
             if answer is None:
                 yield what, state
@@ -273,32 +272,32 @@ class Deliveries:
                 yield what, self._try_again(here, state)
 
     def _releasing(self, here: Here) -> Moves:
-        """Answered or not: if it did not arrive the lease ends by itself."""
+        """Release the key; without an answer the lease ends by itself."""
         for what, state, _ in self._call(here, self._request(here, Verb.RELEASE)):
             yield what, self._try_again(here, state)
 
     def _dead_lettering(self, here: Here) -> Moves:
-        letters = here.state.letters
-        letters = (*letters[: here.message], True, *letters[here.message + 1 :])
-        state = here.state._replace(letters=letters)
+        dead_letters = here.state.dead_letters
+        dead_letters = (*dead_letters[: here.message], True, *dead_letters[here.message + 1 :])
+        state = here.state._replace(dead_letters=dead_letters)
         if here.task.held is not None:
-            state = put(here, state, here.task._replace(phase=Phase.FAILING_AFTER_LETTER))
+            state = put(here, state, here.task._replace(phase=Phase.FAILING_AFTER_DEAD_LETTER))
         else:
             state = self._settled(here, state)
         yield _step(here, "dead-letters the message"), state
 
     def _try_again(self, here: Here, state: State) -> State:
-        """The pass has ended with nothing settled: the next one begins."""
+        """Start the next pass, since nothing was settled."""
         token = self._fresh_token(here, state, None) if self.protocol.token_for_each_pass else here.task.token
         return put(here, state, Task(Phase.ASKING, token))
 
     def _settled(self, here: Here, state: State) -> State:
-        """The offset may move, if the partition still is ours."""
+        """Allow the offset to move, if the worker still owns the partition."""
         if state.partitions[self.messages[here.message].partition].owner == here.worker:
             return put(here, state, SETTLED)
         return put(here, state, IDLE if self.protocol.only_the_present_epoch_commits else SETTLED)
 
-    # Calls of the store.
+    # Store calls
 
     def _request(self, here: Here, verb: Verb) -> Request:
         if verb is Verb.RESERVE:
@@ -309,21 +308,21 @@ class Deliveries:
     def _call(
         self, here: Here, request: Request, introduction: str = ""
     ) -> Iterator[tuple[Step, State, Answer | None]]:
-        """What becomes of one call.  A request that is lost and repeated changes nothing, so it is no step."""
+        """Yield the outcomes of a call. A request that is lost and repeated changes nothing and is not a step."""
         state, faults = here.state, here.state.faults
         after, answer = self.executed(state, request)
         what = f"{introduction}asks to {request.verb.value}"
         yield _step(here, f"{what}: {answer.value}"), after, answer
         if faults.unanswered:
             unheard = after._replace(faults=_less_unanswered(faults))
-            yield _step(here, f"{what}: done, but the answer is lost", is_fault=True), unheard, None
+            yield _step(here, f"{what}: executed, but the answer is lost", is_fault=True), unheard, None
         if faults.late:
             network = tuple(sorted((*state.network, request)))
             later = state._replace(faults=faults._replace(late=faults.late - 1), network=network)
-            yield _step(here, f"{what}: on its way, given up", is_fault=True), later, None
+            yield _step(here, f"{what}: delayed, and given up by the caller", is_fault=True), later, None
 
     def executed(self, state: State, request: Request) -> tuple[State, Answer]:
-        """The store after a call, judged."""
+        """Execute a call in the store, and check the rules."""
         key = state.keys[request.key]
         before = key.record
         after, answer = execute(self.protocol, before, key.clock, request)
@@ -340,7 +339,7 @@ class Deliveries:
         return with_record(state, request.key, after)._replace(broken=broken), answer
 
     def _fresh_token(self, here: Here, state: State, held: Held | None) -> int:
-        """One that nobody knows yet: the lowest of this delivery's that is not in use."""
+        """Return an unused token: the lowest one of this delivery."""
         record = state.keys[here.key].record
         used = {request.token for request in state.network}
         used |= {record.token if record else 0, held.token if held else 0}
@@ -349,7 +348,7 @@ class Deliveries:
 
 
 def put(here: Here, state: State, task: Task) -> State:
-    """The state with the task of `here` changed."""
+    """Return the state with another task for `here`."""
     tasks = state.workers[here.worker]
     tasks = (*tasks[: here.message], task, *tasks[here.message + 1 :])
     return state._replace(workers=(*state.workers[: here.worker], tasks, *state.workers[here.worker + 1 :]))
@@ -360,7 +359,7 @@ def with_key(state: State, index: int, key: Key) -> State:
 
 
 def with_record(state: State, index: int, record: Record | None) -> State:
-    """The state with another record of a key, and with what that means for the truth behind it."""
+    """Return the state with another record of a key, and update the facts that depend on it."""
     key = state.keys[index]
     if record is None:
         return with_key(state, index, key._replace(record=None, begun=False))

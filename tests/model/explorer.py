@@ -1,4 +1,4 @@
-"""Walks through all states of a machine, shortest ways first, and remembers how it came to each."""
+"""Visit all states of a machine, shortest paths first, and record the path to each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOWHERE = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Counterexample:
-    """The shortest way to something that must not happen."""
+    """The shortest path to a broken rule."""
 
     rule: Rule
     start: State
@@ -31,13 +31,13 @@ class Counterexample:
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """What was seen."""
+    """The result of an exploration."""
 
     states: int
     steps: int
-    """Ways from one state to another."""
+    """Number of transitions between states."""
     depth: int
-    """Steps to the state that is farthest from the start."""
+    """Number of steps to the farthest state."""
     seconds: float
     counterexample: Counterexample | None = None
 
@@ -45,12 +45,12 @@ class Exploration:
 def explore(
     machine: Machine, *, look_for: Collection[Rule] = tuple(Rule), at_most: int = 50_000_000, remember: bool = True
 ) -> Exploration:
-    """Look at every state that can be reached.
+    """Visit every reachable state.
 
     Args:
-        look_for: Stop at the first breach of one of these; a way that breaks another is not followed further.
-        at_most: States; more than that raises MemoryError.
-        remember: What an actor does is worked out once for all states that look the same to it.
+        look_for: Stop at the first violation of one of these rules; paths that break another rule are not continued.
+        at_most: Maximum number of states; more raise MemoryError.
+        remember: Compute the steps of an actor once for all states that look the same to it.
     """
     begun = time.perf_counter()
     with _without_garbage_collection():
@@ -62,7 +62,7 @@ def explore(
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    # Millions of tuples and not one cycle: looking for cycles would take a third of the time.
+    # There are millions of tuples without cycles; searching for cycles would take a third of the time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -73,20 +73,20 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 _Parts: TypeAlias = tuple[int, ...]
-"""A state as the numbers of its parts: the workers, the keys, and all the rest as one."""
+"""A state as the numbers of its parts: each worker, each key, and the rest."""
 
 
 class _Next(NamedTuple):
-    """A step, as the parts it changes."""
+    """A step as the parts that it changes."""
 
     changes: tuple[tuple[int, int], ...]
-    """Place of the part, its new number."""
+    """Index of each changed part, and its new number."""
     is_fault: bool
     broken: Rule | None
 
 
 class _Shelf:
-    """Numbers the parts that states are made of: there are few of them, and many states."""
+    """Numbers the parts of states, since there are few parts and many states."""
 
     def __init__(self, start: State) -> None:
         self.workers = len(start.workers)
@@ -112,7 +112,7 @@ class _Shelf:
         return number
 
     def places_of(self, actor: Actor) -> tuple[int, ...]:
-        """Where the parts are that an actor looks at."""
+        """Return the indexes of the parts that an actor depends on."""
         places = [] if actor.worker is None else [actor.worker]
         places += [] if actor.key is None else [self.workers + actor.key]
         return (*places, self.size - 1)
@@ -120,7 +120,7 @@ class _Shelf:
 
 @dataclass(slots=True)
 class _Walk:
-    """One walk.  States are numbered as they are found."""
+    """An exploration; states are numbered in the order of discovery."""
 
     machine: Machine
     remember: bool
@@ -130,9 +130,9 @@ class _Walk:
     packed: list[bytes] = field(default_factory=list)
     came_from: array[int] = field(default_factory=lambda: array("I"))
     leads_to: array[int] = field(default_factory=lambda: array("I"))
-    """Where steps without a fault lead, one state after the other."""
+    """Targets of fault-free steps, state by state."""
     ends_at: array[int] = field(default_factory=lambda: array("I"))
-    """For each state the end of its share of `leads_to`."""
+    """End of the targets of each state in `leads_to`."""
     can_settle: bytearray = field(default_factory=bytearray)
     steps: int = 0
     depth: int = 0
@@ -156,7 +156,7 @@ class _Walk:
         return number
 
     def to_the_end(self, look_for: frozenset[Rule], at_most: int) -> tuple[int, Rule] | None:
-        """The number of the first state that breaks a rule, and the rule."""
+        """Visit all states; return the first state that breaks a rule, and the rule."""
         end_of_level = current = 0
         while current < len(self.packed):
             if current == end_of_level:
@@ -193,14 +193,14 @@ class _Walk:
         return None
 
     def _about(self, rest: int) -> tuple[bool, bool]:
-        """Whether everything is settled, and whether a rule is broken."""
+        """Return whether everything is settled, and whether a rule is broken."""
         about = self._rests.get(rest)
         if about is None:
             partitions, *_, broken = self.shelf.part(rest)
             about = self._rests[rest] = self.machine.all_settled(partitions), broken is not None
         return about
 
-    # What actors do, worked out once for all states that look the same to them.
+    # Steps of actors, computed once for all states that look the same to them
 
     def _steps_from(self, parts: _Parts) -> Iterator[_Next]:
         memory = self._memory
@@ -225,15 +225,15 @@ class _Walk:
                 found.append(_Next(changes, step.is_fault, state.broken))
         return tuple(found)
 
-    # After the walk.
+    # After the exploration
 
     def _first_stuck(self) -> int:
-        """The first state from which steps without faults never lead to an end; -1 if there is none."""
+        """Return the first state from which no fault-free path settles everything; -1 if there is none."""
         leads_to, ends_at, can_settle = self.leads_to, self.ends_at, self.can_settle
         changed = True
         while changed:
             changed = False
-            # Backwards, since ends were found late: a few rounds do.
+            # Backwards, since final states were found last: this takes only a few rounds.
             end = len(leads_to)
             for number in range(len(can_settle) - 1, -1, -1):
                 begin = ends_at[number - 1] if number else 0
@@ -243,7 +243,7 @@ class _Walk:
         return can_settle.find(0)
 
     def counterexample(self, number: int, rule: Rule) -> Counterexample:
-        """The way to a state, with the steps that were not remembered found again."""
+        """Return the path to a state, recomputing its steps."""
         way = [self._state(number)]
         while (number := self.came_from[number]) != NOWHERE:
             way.append(self._state(number))

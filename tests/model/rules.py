@@ -1,6 +1,6 @@
-"""What must never happen, judged at the step that could make it happen.
+"""The rules that must never be broken, checked at each step that could break them.
 
-The rules look at what changed, not at how: they know neither the protocol nor its switches.
+The rules only see the change of the state; they know neither the protocol nor its switches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PROCESSING = IdempotencyStatus.PROCESSING
 
 
 def owns(held: Held | None, record: Record | None) -> bool:
-    """Whether the record still is that of the reservation."""
+    """Return whether the record still belongs to the reservation."""
     return (
         held is not None
         and record is not None
@@ -25,7 +25,7 @@ def owns(held: Held | None, record: Record | None) -> bool:
 
 
 def judge_reserving(before: Record | None, after: Record, token: int, *, in_progress: bool) -> Rule | None:
-    """Nobody gets what somebody else holds or has settled; nobody is told to wait for himself."""
+    """A held or settled key is not reserved, and a worker does not wait for its own reservation."""
     if in_progress:
         return Rule.WAITS_FOR_ITSELF if after.token == token else None
     if before is None or before == after:
@@ -38,7 +38,7 @@ def judge_reserving(before: Record | None, after: Record, token: int, *, in_prog
 
 
 def judge_owner(before: Record | None, after: Record | None, held: Held) -> Rule | None:
-    """Only the owner of a reservation changes it."""
+    """Only the owner changes the record of a reservation."""
     if before == after or owns(held, before):
         return None
     if before is not None and before.status is not PROCESSING:
@@ -47,9 +47,9 @@ def judge_owner(before: Record | None, after: Record | None, held: Held) -> Rule
 
 
 def is_late(key: Key, held: Held) -> bool:
-    """Whether the lease of a reservation has ended, which its holder knows by its own clock.
+    """Return whether the lease of a reservation has ended by the clock of its holder.
 
-    Of a record that the store has lost nobody knows more than that the lease held.
+    If the store lost the record, the lease is assumed to hold.
     """
     record = key.record
     if record is None or key.forgotten:
@@ -58,8 +58,10 @@ def is_late(key: Key, held: Held) -> bool:
 
 
 def judge_beginning(key: Key, held: Held, *, dead_lettered: bool) -> Rule | None:
-    """A reservation is good for one run while its lease holds, and a dead letter for none; a store that forgot could
-    not know."""
+    """A reservation allows one run while its lease holds, and a dead-lettered message allows none.
+
+    Runs that follow the loss of a record are excepted.
+    """
     if is_late(key, held):
         return Rule.LATE_START
     if key.begun and owns(held, key.record):
@@ -70,8 +72,10 @@ def judge_beginning(key: Key, held: Held, *, dead_lettered: bool) -> Rule | None
 
 
 def judge_effect(before: Key, after: Key, run: Run) -> Rule | None:
-    """Of all effects of a key one may come from a run that was told to be the first: no other is silent.
-    Each record that the store has lost allows one more.  The sink never refuses the owner."""
+    """At most one effect of a key comes from a run with attempt 1, and the sink never rejects the owner.
+
+    Each lost record allows one more such effect.
+    """
     if after.unaware > 1 + after.forgotten:
         return Rule.SILENT_REPEAT
     record = before.record
@@ -81,7 +85,7 @@ def judge_effect(before: Key, after: Key, run: Run) -> Rule | None:
 
 
 def judge_commit(before: int, after: int, settled: Sequence[bool]) -> Rule | None:
-    """The offset moves: forwards, and only over what is settled for good.  `settled`: by offset."""
+    """The offset only moves forwards, and only over settled messages (`settled`, by offset)."""
     if after < before:
         return Rule.REWOUND
     return None if all(settled[:after]) else Rule.LOST

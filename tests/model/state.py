@@ -1,4 +1,4 @@
-"""What there is at one moment.  Plain tuples: two states are the same if all of this is the same."""
+"""The state of the model as plain tuples, so that equal states compare equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from integr8s_idem.records import IdempotencyStatus, Previous
 
 
 class Lease(str, Enum):
-    """How a reservation stands by the store's clock.  How long it lasts does not matter, only whether it does."""
+    """The lease of a reservation by the store's clock; only whether it holds matters, not for how long."""
 
     LIVE = "live"
     ENDED = "ended"
@@ -20,35 +20,35 @@ class Lease(str, Enum):
 
 
 class Record(NamedTuple):
-    """What the store holds for one key."""
+    """The record of a key in the store."""
 
     status: IdempotencyStatus
     attempt: int
     fence: int
     token: int
-    """0 once it is settled: terminal records keep no token."""
+    """0 for settled records, which have no token."""
     lease: Lease
     previous: Previous
 
 
 class Key(NamedTuple):
-    """One key: its record, and what really happened, which nobody in the model can see."""
+    """A key: its record, and the facts about it, which workers and the store cannot see."""
 
     record: Record | None = None
     clock: int = 0
-    """The highest fence given so far: the store's clock, which outlives every record."""
+    """The highest fence so far; it stands for the store's clock, which outlives every record."""
     begun: bool = False
-    """A handler has begun under the reservation that the record holds."""
+    """Whether a handler has started with the reservation in the record."""
     unaware: int = 0
-    """Effects of runs that took themselves for the first."""
+    """Number of effects of runs with attempt 1."""
     forgotten: int = 0
-    """How often the store has lost its record."""
+    """How often the store has lost the record."""
     sink: int = 0
-    """The highest fence that has reached the fenced sink; 0 before the first effect."""
+    """The highest fence in the fenced sink; 0 before the first effect."""
 
 
 class Held(NamedTuple):
-    """The reservation that a worker believes to have."""
+    """The reservation that a worker believes it holds."""
 
     token: int
     fence: int
@@ -56,45 +56,45 @@ class Held(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a handler was told when it began."""
+    """The attempt and fence of a handler."""
 
     fence: int
     first: bool
-    """Its attempt is 1."""
+    """Whether its attempt is 1."""
 
 
 class Phase(str, Enum):
-    """How far a worker is with one delivery."""
+    """The progress of a worker on a delivery."""
 
     IDLE = "idle"
     ASKING = "asking"
-    ABOUT_TO_TAKE = "about to take"
-    """Has read the record and will write it.  Only where reserving is not one step."""
+    ABOUT_TO_TAKE = "about to take over"
+    """Has read the record and will write it; only if reserving is not one step."""
     RESERVED = "reserved"
-    """Waits for its turn: the process may stand still here, and the lease end."""
+    """Waits for its turn; the process may stall here until the lease ends."""
     RUNNING = "running"
     EFFECT_DONE = "effect done"
     COMPLETING = "completing"
-    COMPLETING_ANEW = "completing anew"
-    """The store did not know our token any more: ask for the key again."""
+    COMPLETING_AGAIN = "completing again"
+    """The store rejected the token: reserve the key again."""
     RELEASING = "releasing"
     FAILING = "failing"
-    FAILING_ANEW = "failing anew"
+    FAILING_AGAIN = "failing again"
     DEAD_LETTERING = "dead-lettering"
-    FAILING_AFTER_LETTER = "failing after letter"
-    """Only where the dead letter comes first."""
+    FAILING_AFTER_DEAD_LETTER = "failing after dead letter"
+    """Only if the dead letter is sent first."""
     SETTLED = "settled"
 
 
 class Task(NamedTuple):
-    """One delivery on its way through one worker."""
+    """A delivery in a worker."""
 
     phase: Phase = Phase.IDLE
     token: int = 0
-    """For the next reserve; kept until that has an answer."""
+    """Token for the next reserve, kept until that is answered."""
     held: Held | None = None
     run: Run | None = None
-    """While the handler runs and has not had its effect."""
+    """Set while the handler runs before its effect."""
 
 
 IDLE = Task()
@@ -105,16 +105,16 @@ Worker: TypeAlias = tuple[Task, ...]
 
 
 class Partition(NamedTuple):
-    """One partition as the broker sees it."""
+    """A partition in the view of the broker."""
 
     owner: int = -1
-    """The worker that has it; -1 for nobody."""
+    """The worker that owns it; -1 for none."""
     committed: int = 0
-    """Offset: all messages before it are settled, says the group."""
+    """The committed offset."""
 
 
 class Verb(str, Enum):
-    """A call of the store."""
+    """A store call."""
 
     RESERVE = "reserve"
     RENEW = "renew"
@@ -134,37 +134,37 @@ class Request(NamedTuple):
 
 
 class Faults(NamedTuple):
-    """How many of each kind may still happen."""
+    """The number of remaining faults of each kind."""
 
     crashes: int = 0
-    """A worker dies, at any step.  It comes back as a new process that knows nothing."""
+    """A worker dies at any step, and is replaced by a new process."""
     moves: int = 0
-    """A partition is taken from its owner, which may learn of it late or never."""
+    """A partition is revoked from its owner, which may learn of it late or never."""
     stalls: int = 0
-    """A lease ends under a worker that is alive: a zombie."""
+    """The lease of a live worker ends, so that it becomes a zombie."""
     unanswered: int = 0
-    """The store executes a call and its answer is lost; or renewals are lost until the worker stops itself."""
+    """The answer to an executed call is lost, or renewals are lost until the worker cancels the run."""
     late: int = 0
-    """A call is given up by its caller and reaches the store at any later time, or never."""
+    """A call that its caller has given up reaches the store at any later time, or never."""
     lost_records: int = 0
-    """The store forgets a record: eviction, flush, failover, end of its ttl."""
+    """The store loses a record: eviction, flush, failover, end of its ttl."""
     failures: int = 0
-    """A handler raises, before or after its effect, for now or for good."""
+    """A handler raises a transient or permanent error, before or after its effect."""
 
 
 class Rule(str, Enum):
-    """What must never happen."""
+    """The rules, by what breaks them."""
 
     LOST = "an offset has moved over a message that is neither completed nor dead-lettered"
     REWOUND = "the group's offset has moved back"
-    TWO_LEASES = "a key was given away under a live lease"
-    STALE_WRITE = "a record was changed by somebody who does not own it"
+    TWO_LEASES = "a key with a live lease was reserved again"
+    STALE_WRITE = "a record was changed by a worker that does not own it"
     OUTCOME_OVERWRITTEN = "a settled record was overwritten"
-    WAITS_FOR_ITSELF = "a worker waits for a reservation of its own"
-    TWO_RUNS_OF_ONE_RESERVATION = "a run was begun under a reservation that had a run already"
-    LATE_START = "a handler was begun on a lease that had ended"
-    SILENT_REPEAT = "an effect was repeated by a run that took itself for the first"
-    OWNER_TURNED_AWAY = "the fenced sink refused the owner of the key"
+    WAITS_FOR_ITSELF = "a worker waits for its own reservation"
+    TWO_RUNS_OF_ONE_RESERVATION = "a second run was started with a reservation"
+    LATE_START = "a handler was started after its lease had ended"
+    SILENT_REPEAT = "an effect was repeated by a run with attempt 1"
+    OWNER_TURNED_AWAY = "the fenced sink rejected the owner of the key"
     RUN_AFTER_DEAD_LETTER = "a message was handled after it had been dead-lettered"
     STUCK = "a message can never be settled, even without further faults"
 
@@ -176,18 +176,18 @@ class State(NamedTuple):
     keys: tuple[Key, ...]
     partitions: tuple[Partition, ...]
     done: tuple[bool, ...]
-    """By key: a completion was recorded, now or earlier."""
-    letters: tuple[bool, ...]
-    """By message: it is in the dead-letter topic."""
+    """By key: whether a completion was ever recorded."""
+    dead_letters: tuple[bool, ...]
+    """By message: whether it is in the dead-letter topic."""
     faults: Faults
     network: tuple[Request, ...] = ()
-    """Calls that their callers have given up and that may still arrive."""
+    """Calls that their callers have given up, and that may still arrive."""
     broken: Rule | None = None
     """The rule that the last step broke."""
 
 
 class Step(NamedTuple):
-    """What leads from one state to the next."""
+    """A step from one state to the next."""
 
     what: str
     worker: int = -1
@@ -201,7 +201,7 @@ Moves: TypeAlias = Iterator[Move]
 
 
 class Message(NamedTuple):
-    """One message of the log."""
+    """A message in the log."""
 
     partition: int
     offset: int
@@ -210,11 +210,11 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How large the world is and what may go wrong in it."""
+    """The size of the model and its possible faults."""
 
     workers: int
     partitions: tuple[tuple[int, ...], ...]
-    """For each partition the keys of its messages, by offset; a key that stands twice is a duplicate."""
+    """The keys of the messages of each partition, by offset; a repeated key is a duplicate."""
     faults: Faults
     max_attempts: int = 2
 
@@ -227,7 +227,7 @@ class Setup:
         )
 
     def start(self) -> State:
-        """Nobody has anything yet."""
+        """Return the initial state."""
         messages = self.messages
         keys = 1 + max(message.key for message in messages)
         return State(
@@ -235,7 +235,7 @@ class Setup:
             keys=(Key(),) * keys,
             partitions=(Partition(),) * len(self.partitions),
             done=(False,) * keys,
-            letters=(False,) * len(messages),
+            dead_letters=(False,) * len(messages),
             faults=self.faults,
         )
 

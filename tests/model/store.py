@@ -1,7 +1,7 @@
-"""What the store does with one record: each function is one atomic step.
+"""The steps of the store on a record; each function is one atomic step.
 
-The same transitions as `integr8s_idem/stores/redis/*.lua` and `stores/memory.py`; the test compares
-every one that the explorer takes with the latter.
+The transitions are those of `integr8s_idem/stores/redis/*.lua` and `stores/memory.py`; a test compares every transition
+of the explorer with the latter.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ PROCESSING, COMPLETED, FAILED = IdempotencyStatus.PROCESSING, IdempotencyStatus.
 
 
 class Answer(str, Enum):
-    """What the caller learns."""
+    """The answer to the caller."""
 
     RESERVED = "Reserved"
     IN_PROGRESS = "InProgress"
     COMPLETED = "Completed"
     FAILED = "Failed"
     LAPSED = "lapsed"
-    """Read, and not taken: only where reserving is not one step."""
+    """Read but not taken over; only if reserving is not one step."""
     YES = "yes"
-    NO = "no longer ours"
+    NO = "no longer owned"
 
 
 def execute(protocol: Protocol, record: Record | None, clock: int, request: Request) -> tuple[Record | None, Answer]:
-    """The record after `request`, and the answer.  `clock`: the highest fence of the key so far."""
+    """Return the record after `request`, and the answer; `clock` is the highest fence of the key so far."""
     if request.verb is Verb.RESERVE:
         return reserve(protocol, record, clock, request)
     if request.verb is Verb.RENEW:
@@ -48,7 +48,7 @@ def reserve(protocol: Protocol, record: Record | None, clock: int, request: Requ
     if record.status is not PROCESSING:
         return record, Answer.COMPLETED if record.status is COMPLETED else Answer.FAILED
     if record.token == request.token and record.lease is not Lease.RELEASED and protocol.reserve_knows_its_token:
-        # Its own reservation: the answer to an earlier call was lost.
+        # The caller's own reservation: the answer to an earlier call was lost.
         return record._replace(lease=Lease.LIVE), Answer.RESERVED
     if record.lease is Lease.LIVE and not _seen_as_ended(protocol, request):
         return record, Answer.IN_PROGRESS
@@ -60,7 +60,7 @@ def reserve(protocol: Protocol, record: Record | None, clock: int, request: Requ
 
 
 def take(record: Record, clock: int, token: int) -> Record:
-    """The next attempt begins."""
+    """Return the record of the next attempt."""
     previous = Previous.RELEASED if record.lease is Lease.RELEASED else Previous.LAPSED
     fence = max(record.fence, clock) + 1
     return Record(PROCESSING, record.attempt + 1, fence, token, Lease.LIVE, previous)
@@ -81,7 +81,7 @@ def settle(
     if owned(record, request) or not checked:
         return Record(status, record.attempt, record.fence, 0, Lease.NONE, record.previous), Answer.YES
     if record.status is status and record.fence == request.fence:
-        # Written before: that answer was lost.
+        # Written already: the answer to that call was lost.
         return record, Answer.YES
     return record, Answer.NO
 

@@ -1,4 +1,4 @@
-"""What happens around the deliveries: the broker, the store's clock, and faults."""
+"""The environment of the deliveries: the broker, the store's clock, and faults."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NOBODY = -1
 
 
 class Actor(NamedTuple):
-    """Something that can make steps, and the parts of a state that it looks at and changes."""
+    """An actor that can make steps, and the parts of a state that it reads and changes."""
 
     steps: Callable[[State], Moves]
     worker: int | None = None
     key: int | None = None
-    """At most one of each.  The other fields of a state are always looked at."""
+    """At most one of each. The other fields of a state are always included."""
 
 
 class Machine:
-    """All steps that lead on from a state."""
+    """The possible steps from each state."""
 
     def __init__(self, setup: Setup, protocol: Protocol) -> None:
         self.setup = setup
@@ -51,28 +51,28 @@ class Machine:
         return chain.from_iterable(actor.steps(state) for actor in self.actors)
 
     def all_settled(self, partitions: tuple[Partition, ...]) -> bool:
-        """Every offset has moved to the end."""
+        """Return whether all offsets are at the end of their partitions."""
         return all(
             partition.committed == len(keys) for partition, keys in zip(partitions, self.setup.partitions, strict=True)
         )
 
-    # One delivery on one worker.
+    # A delivery in a worker
 
     def _delivery(self, worker: int, message: int, state: State) -> Moves:
         partition, offset, _ = self.messages[message]
         here = self._here(state, worker, message)
         if state.partitions[partition].owner != worker:
             if here.task.phase in (Phase.ASKING, Phase.DEAD_LETTERING):
-                # What only waits is let go once its partition is gone.
-                yield Step("is let go", worker, message, here.key), put(here, state, IDLE)
+                # Waiting deliveries are dropped when their partition is revoked.
+                yield Step("is dropped", worker, message, here.key), put(here, state, IDLE)
         elif here.task.phase is Phase.IDLE and offset >= state.partitions[partition].committed:
-            # In any order: lanes would only leave some of these ways out.
+            # In any order, which includes the orders that lanes allow.
             yield Step("is delivered", worker, message, here.key), self.deliveries.delivered(here)
         yield from self.deliveries.steps(here)
         yield from self._lease(here)
 
     def _lease(self, here: Here) -> Moves:
-        """Its lease ends: by itself if nobody is alive to renew it, by a stall of its holder otherwise."""
+        """The lease ends: by itself if no live worker renews it, otherwise by a stall of its holder."""
         state, record = here.state, here.record
         if record is None or record.lease is not Lease.LIVE or not self._made(here, record.token):
             return
@@ -82,13 +82,16 @@ class Machine:
             yield Step("lease ends", key=here.key), after
         elif state.faults.stalls:
             faults = state.faults._replace(stalls=state.faults.stalls - 1)
-            yield Step("lease ends under its holder", key=here.key, is_fault=True), after._replace(faults=faults)
+            yield (
+                Step("lease ends while its holder stalls", key=here.key, is_fault=True),
+                after._replace(faults=faults),
+            )
 
     def _made(self, here: Here, token: int) -> bool:
-        """Whether the token was made by this delivery."""
+        """Return whether this delivery created the token."""
         return (token - 1) // TOKENS_OF_A_TASK == here.worker * len(self.messages) + here.message
 
-    # One worker: what the broker gives it and takes from it, and its end.
+    # A worker: assignment and revocation of partitions, and its crash
 
     def _worker(self, worker: int, state: State) -> Moves:
         tasks = state.workers[worker]
@@ -111,12 +114,12 @@ class Machine:
             yield Step(f"loses partition {number}", worker, is_fault=True), self._moved(state, number)
 
     def _may_have(self, worker: int, state: State, number: int) -> bool:
-        # Whoever has leftovers of the partition is, for the model, another process than its next owner.
+        # In the model, a worker with unfinished deliveries of the partition cannot be its next owner.
         unread = state.partitions[number].committed < len(self.setup.partitions[number])
         return unread and all(state.workers[worker][message] == IDLE for message in self._of_partition[number])
 
     def _watermark(self, state: State, number: int) -> int:
-        """The first offset that is not finished."""
+        """Return the first unfinished offset."""
         partition = state.partitions[number]
         tasks, offset = state.workers[partition.owner], partition.committed
         for message in self._of_partition[number][offset:]:
@@ -135,14 +138,14 @@ class Machine:
 
     def _committed(self, state: State, number: int, offset: int) -> State:
         before, messages = state.partitions[number], self._of_partition[number]
-        settled = [state.letters[message] or state.done[self.messages[message].key] for message in messages]
+        settled = [state.dead_letters[message] or state.done[self.messages[message].key] for message in messages]
         broken = judge_commit(before.committed, offset, settled)
         after = _with_partition(state, number, before._replace(committed=offset))._replace(broken=broken)
-        # What lies behind is remembered no longer.
+        # Forget the deliveries before the offset.
         return self._forget_settled(after, before.owner, messages[:offset])
 
     def _late_commit(self, worker: int, state: State, number: int) -> Moves:
-        """Only where commits know no epoch: a leftover that has ended commits what its assignment had reached."""
+        """Commit the offset of an old assignment; only if commits do not check the epoch."""
         first, before = self._of_partition[number][0], state.partitions[number]
         if state.workers[worker][first].phase is Phase.SETTLED:
             after = _with_partition(state, number, before._replace(committed=1))
@@ -156,10 +159,10 @@ class Machine:
                 state = put(self._here(state, worker, message), state, IDLE)
         return state
 
-    # Faults, as many as the setup allows.
+    # Faults, within the limits of the setup
 
     def _crashed(self, worker: int, state: State) -> State:
-        """It comes back as a process that knows nothing."""
+        """Replace a crashed worker by a new process."""
         partitions = tuple(
             partition._replace(owner=NOBODY) if partition.owner == worker else partition
             for partition in state.partitions
@@ -170,7 +173,7 @@ class Machine:
         return state._replace(workers=workers, partitions=partitions, faults=faults)
 
     def _moved(self, state: State, number: int) -> State:
-        """A rebalance, or a session that timed out.  Nothing tells whether the worker knows."""
+        """Revoke a partition by a rebalance or an expired session; the worker may not know."""
         partition = state.partitions[number]
         after = _with_partition(state, number, partition._replace(owner=NOBODY))
         after = after._replace(faults=state.faults._replace(moves=state.faults.moves - 1))
@@ -179,7 +182,7 @@ class Machine:
         return after
 
     def _store(self, index: int, state: State) -> Moves:
-        """Calls that arrive late, and a record that is lost."""
+        """Yield calls that arrive late, and the loss of a record."""
         for place, request in enumerate(state.network):
             if request.key == index:
                 network = state.network[:place] + state.network[place + 1 :]

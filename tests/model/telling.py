@@ -1,4 +1,4 @@
-"""Explorations and counterexamples as people read them."""
+"""Format explorations and counterexamples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEYS = "abcdefgh"
 
 
 def tell(exploration: Exploration) -> str:
-    """One line about what was seen."""
+    """Summarize an exploration in a line."""
     return (
         f"{exploration.states:,} states, {exploration.steps:,} steps, depth {exploration.depth}, "
         f"{exploration.seconds:.1f} s"
@@ -21,7 +21,7 @@ def tell(exploration: Exploration) -> str:
 
 
 def table(found: Counterexample, setup: Setup) -> str:
-    """The way to the breach: a line for each step, with what has changed by it and how all records then stand."""
+    """Format the path to a broken rule: a line per step with its change and the records afterwards."""
     records = [f"record {KEYS[key]}" for key in range(len(found.start.keys))]
     rows = [("", "who", "does", "and then", *records, "offsets")]
     before = found.start
@@ -34,7 +34,7 @@ def table(found: Counterexample, setup: Setup) -> str:
 
 
 def as_json(found: Counterexample, setup: Setup) -> dict[str, Any]:
-    """The same for programs."""
+    """Return a counterexample as JSON data."""
     steps = []
     for step, after in found.moves:
         *records, offsets = _standing(after, setup)
@@ -43,7 +43,7 @@ def as_json(found: Counterexample, setup: Setup) -> dict[str, Any]:
 
 
 def who(step: Step) -> str:
-    """The worker, or the thing that it happens to."""
+    """Return the worker or the key of a step."""
     return f"W{step.worker + 1}" if step.worker >= 0 else f"key {KEYS[step.key]}"
 
 
@@ -55,7 +55,7 @@ def what(step: Step, setup: Setup) -> str:
 
 
 def _change(step: Step, before: State, after: State) -> str:
-    """Where the delivery of a step stands now, if the step moved it."""
+    """Return the phase of the delivery after a step, if the step changed it."""
     if step.worker < 0 or step.message < 0:
         return ""
     task, was = after.workers[step.worker][step.message], before.workers[step.worker][step.message]
