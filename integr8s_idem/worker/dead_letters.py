@@ -101,7 +101,7 @@ class Replay(NamedTuple):
     headers: list[tuple[str, bytes]]
 
 
-def replay_of(letter: Record, settings: Settings | None = None, *, to: str | None = None) -> Replay:
+def replay_of(dead_letter: Record, settings: Settings | None = None, *, to: str | None = None) -> Replay:
     """Return the message that replays a dead letter to the handler that failed.
 
     It is the original message with replay headers: the next generation, and the consumer group and handler that
@@ -109,7 +109,7 @@ def replay_of(letter: Record, settings: Settings | None = None, *, to: str | Non
     same generation, which is handled once.
 
     Args:
-        letter: A message of a dead-letter topic.
+        dead_letter: A message of a dead-letter topic.
         settings: Settings of the services.  The first secret of `[replay]` signs the message; without a secret it is
             not signed.
         to: The topic to publish to; by default, the topic that the dead-letter topic belongs to.
@@ -120,8 +120,8 @@ def replay_of(letter: Record, settings: Settings | None = None, *, to: str | Non
         UndecodableEventError: Its generation is not a number.
     """
     kafka, replay = (settings.kafka, settings.replay) if settings else (KafkaSettings(), ReplaySettings())
-    fields = dead_letter_fields(letter)
-    place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
+    fields = dead_letter_fields(dead_letter)
+    place = f"{dead_letter.topic}[{dead_letter.partition}]@{dead_letter.offset}"
     if not _text(fields.get("topic")):
         raise ApplicationError(f"{place} is not a dead letter: header {PREFIX}topic is missing")
     if "dropped" in fields:
@@ -134,15 +134,15 @@ def replay_of(letter: Record, settings: Settings | None = None, *, to: str | Non
     if generation > LAST_GENERATION:
         raise ApplicationError(f"the dead letter {place} was already replayed {LAST_GENERATION} times, the maximum")
     claim = ReplayClaim(
-        to or _source_of(letter, kafka.dead_letter_suffix),
+        to or _source_of(dead_letter, kafka.dead_letter_suffix),
         fields.get("group") or b"",
         fields.get("handler") or b"",
         fields.get("event-hash") or b"",
         generation,
     )
-    own = own_headers(letter)
-    headers = [*own, *_headers_of(claim, letter.value, own, replay.keys)]
-    return Replay(claim.topic, letter.key, letter.value, headers)
+    own = own_headers(dead_letter)
+    headers = [*own, *_headers_of(claim, dead_letter.value, own, replay.keys)]
+    return Replay(claim.topic, dead_letter.key, dead_letter.value, headers)
 
 
 def _source_of(dead_letter: Record, suffix: str) -> str:
@@ -167,15 +167,15 @@ def _headers_of(
     return [(name, text) for name, text in named if text]
 
 
-def record_key_of(letter: Record) -> str:
+def record_key_of(dead_letter: Record) -> str:
     """Return the full key of a dead letter's record, to pass to `IdempotencyManager.history_of`.
 
     Raises:
         ApplicationError: The dead letter has no record: it did not come from a guarded handler.
     """
-    key = _text(dead_letter_fields(letter).get("record"))
+    key = _text(dead_letter_fields(dead_letter).get("record"))
     if not key:
-        place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
+        place = f"{dead_letter.topic}[{dead_letter.partition}]@{dead_letter.offset}"
         raise ApplicationError(f"{place} has no record: header {PREFIX}record is missing")
     return key
 

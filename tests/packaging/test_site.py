@@ -105,7 +105,7 @@ def test_the_search_covers_the_pages_but_not_the_sources(built: Path) -> None:
     known = json.loads(index[index.index("{") : index.rindex("}") + 1])
     titles = set(known["titles"])
 
-    assert {"What is promised, and what is not", "Your first service", "Errors"} <= titles
+    assert {"Guarantees and their limits", "Your first service", "Errors"} <= titles
     assert not [title for title in titles if title.startswith("tests/")]
 
 
@@ -204,7 +204,7 @@ def test_the_search_finds_a_page_by_its_text(browser: Browser, address: str) -> 
 
     WebDriverWait(browser.driver, 30).until(lambda _: browser.script(found))
 
-    assert browser.script(found)[0] == "What is promised, and what is not"
+    assert browser.script(found)[0] == "Guarantees and their limits"
     assert browser.errors() == []
 
 
