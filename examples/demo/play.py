@@ -165,7 +165,7 @@ class _Stage:
             raise DemoError(f"a request could not be published: {error}") from error
         finally:
             await publisher.close()
-        self._display.say(f"{len(self._events)} requests published")
+        self._display.say(f"{len(self._events)} requests are published")
 
     async def _kill_in_the_middle(self) -> None:
         """Kill the k8s worker while one of its scripts runs, and restart it immediately."""
