@@ -314,7 +314,9 @@ class IdempotencyManager:
     async def confirm_batch(
         self, done: Iterable[Reserved] | Mapping[Reserved, object], *, ttl: Duration | None = None
     ) -> list[bool]:
-        """Record in one round trip that work is done.  `False`: the reservation is no longer held by this process.
+        """Record in one round trip that work is done.  Return an answer for each reservation, in their order.
+
+        `False`: the reservation is no longer held by this process.
 
         Args:
             done: Any of the acquired reservations; or a mapping from reservations to their results.

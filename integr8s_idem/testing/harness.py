@@ -238,7 +238,7 @@ class WorkerHarness:
         return self._here.world.broker.messages(topic)
 
     async def records(self) -> list[IdempotencyRecord]:
-        """Return all records of the store, unordered."""
+        """Return all records of the store, in no particular order."""
         return [record async for record in self.store.inner.scan("")]
 
     @property
