@@ -167,5 +167,5 @@ async def test_batch_methods_reject_other_verdicts_by_name() -> None:
         ApplicationError, match=r"release_batch takes the Reserved verdicts of acquire_batch, not InProgress"
     ):
         await here.manager.release_batch(verdicts.values())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="failures must be a mapping"):
+    with pytest.raises(TypeError, match="failures must map indexes"):
         PartialFailureError(["no stock"])  # type: ignore[arg-type]

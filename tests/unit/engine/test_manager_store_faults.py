@@ -168,7 +168,7 @@ async def test_without_wait_for_store_the_retries_end_with_the_lease() -> None:
     here, job = guarded(), Job()
     here.store.down.add("complete")
 
-    with pytest.raises(ResultNotStoredError, match="order:1 was done"):
+    with pytest.raises(ResultNotStoredError, match="order:1 is done"):
         await here.manager.run("order:1", job)
 
     assert LEASE - 2 < asyncio.get_running_loop().time() <= LEASE
