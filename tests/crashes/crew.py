@@ -1,4 +1,4 @@
-"""A group of workers under load that can be signalled and replaced."""
+"""A group of workers under load that can be signaled and replaced."""
 
 from __future__ import annotations
 
