@@ -51,7 +51,7 @@ def _freeze_existing_objects(_unfreeze_at_exit: None) -> None:
 def _collect_garbage(_freeze_existing_objects: None) -> Iterator[None]:
     """Report an unclosed socket in the test that left it (or in the next one, if a log record still refers to it).
 
-    Otherwise it would be reported in whatever test runs during the next collection. If that happens within `ast.parse`
+    Otherwise it would be reported in the test that runs during the next collection. If that happens within `ast.parse`
     and logs a traceback, which parses too, Python 3.11 raises a SystemError (python/cpython#106905).
     """
     yield

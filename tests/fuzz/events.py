@@ -119,8 +119,8 @@ def with_headers(random: Random) -> Figures:
         must(error.reason == "invalid" and len(str(error)) < 500, error)
     with _OBSERVER.processing("order_placed", "orders", headers):
         pass
-    letter = DeadLetter("malformed", ValueError(text(random, 20))).headers(record, "billing", "billing")
-    assert letter[: len(headers)] == headers
+    written = DeadLetter("malformed", ValueError(text(random, 20))).headers(record, "billing", "billing")
+    assert written[: len(headers)] == headers
     # An escaped surrogate takes six bytes.
-    assert all(len(value) <= 6 * LONGEST_ERROR for _, value in letter[len(headers) :])
+    assert all(len(value) <= 6 * LONGEST_ERROR for _, value in written[len(headers) :])
     return Figures(headers=1)

@@ -39,7 +39,7 @@ class Failed:
         self.replay = replay
         self._service = service
 
-    async def letter(self) -> FakeRecord:
+    async def dead_letter(self) -> FakeRecord:
         self.till.broken = {"charge"}
         put(self.broker, self.event)
         await self.consumed()
@@ -58,7 +58,7 @@ class Failed:
 @virtual_time
 async def test_a_signed_replay_published_repeatedly_runs_once() -> None:
     failed = Failed()
-    topic, key, value, headers = replay_of(await failed.letter(), SIGNED)
+    topic, key, value, headers = replay_of(await failed.dead_letter(), SIGNED)
     for _ in range(3):
         failed.broker.put(topic, value, key=key, headers=headers)
 
@@ -95,14 +95,14 @@ FORGERIES: dict[str, Any] = {
 @virtual_time
 async def test_a_signature_is_invalid_for_other_headers(forgery: str) -> None:
     failed = Failed()
-    topic, key, value, headers = replay_of(await failed.letter(), SIGNED)
+    topic, key, value, headers = replay_of(await failed.dead_letter(), SIGNED)
     failed.broker.put(topic, value, key=key, headers=FORGERIES[forgery](headers))
 
     await failed.consumed()
 
     assert failed.charged == 1
     assert failed.till.refused() == 1
-    assert [dict(letter.headers)["idempotency-dlq-reason"] for letter in failed.broker.values(DEAD)] == [
+    assert [dict(dead_letter.headers)["idempotency-dlq-reason"] for dead_letter in failed.broker.values(DEAD)] == [
         b"handler_failed",
         b"previously_failed",
     ]
@@ -111,7 +111,7 @@ async def test_a_signature_is_invalid_for_other_headers(forgery: str) -> None:
 @virtual_time
 async def test_a_signature_is_invalid_for_another_payload() -> None:
     failed = Failed()
-    topic, key, _, headers = replay_of(await failed.letter(), SIGNED)
+    topic, key, _, headers = replay_of(await failed.dead_letter(), SIGNED)
     forged = encode_event(failed.event.model_copy(update={"order_id": "forged"}))
     failed.broker.put(topic, forged, key=key, headers=headers)
 
@@ -124,8 +124,8 @@ async def test_a_signature_is_invalid_for_another_payload() -> None:
 @virtual_time
 async def test_a_signature_is_invalid_for_another_topic() -> None:
     failed = Failed(topics=("order_placed", "orders_of_others"))
-    letter = await failed.letter()
-    _, key, value, headers = replay_of(letter, SIGNED, to="orders_of_others")
+    dead_letter = await failed.dead_letter()
+    _, key, value, headers = replay_of(dead_letter, SIGNED, to="orders_of_others")
     failed.broker.put("order_placed", value, key=key, headers=headers)
 
     await failed.consumed()
@@ -164,7 +164,7 @@ async def test_a_signature_is_invalid_for_another_event_id_in_a_header(has_event
 @virtual_time
 async def test_a_signature_with_another_secret_is_invalid() -> None:
     failed = Failed()
-    topic, key, value, headers = replay_of(await failed.letter(), signed_by(OTHER_SECRET))
+    topic, key, value, headers = replay_of(await failed.dead_letter(), signed_by(OTHER_SECRET))
     failed.broker.put(topic, value, key=key, headers=headers)
 
     await failed.consumed()
@@ -176,9 +176,9 @@ async def test_a_signature_with_another_secret_is_invalid() -> None:
 @virtual_time
 async def test_of_several_secrets_the_first_signs_and_all_verify() -> None:
     failed = Failed(signed_by(OTHER_SECRET, SECRET).replay)
-    letter = await failed.letter()
-    old, new = replay_of(letter, SIGNED), replay_of(letter, signed_by(OTHER_SECRET))
-    both = replay_of(letter, signed_by(OTHER_SECRET, SECRET))
+    dead_letter = await failed.dead_letter()
+    old, new = replay_of(dead_letter, SIGNED), replay_of(dead_letter, signed_by(OTHER_SECRET))
+    both = replay_of(dead_letter, signed_by(OTHER_SECRET, SECRET))
     failed.broker.put(old.topic, old.value, key=old.key, headers=old.headers)
 
     await failed.consumed()
@@ -196,8 +196,8 @@ async def test_a_signed_replay_for_another_group_is_skipped_counted_and_logged(
     broker, till, event = FakeBroker(), Till(), OrderPlaced()
     fields = {"reason": b"handler_failed", "topic": b"order_placed", "group": b"shipping", "handler": b"charge"}
     headers = [(f"idempotency-dlq-{name}", text) for name, text in fields.items()]
-    letter = FakeRecord(DEAD, 0, 0, None, body or encode_event(event), headers)
-    topic, key, value, signed = replay_of(letter, SIGNED)
+    dead_letter = FakeRecord(DEAD, 0, 0, None, body or encode_event(event), headers)
+    topic, key, value, signed = replay_of(dead_letter, SIGNED)
     broker.put(topic, value, key=key, headers=signed)
 
     await consumed(till, broker, replay=SIGNED.replay)
@@ -212,7 +212,7 @@ async def test_a_signed_replay_for_another_group_is_skipped_counted_and_logged(
 async def test_with_a_secret_an_unsigned_replay_of_failed_work_is_refused_by_default() -> None:
     for unsigned, runs in ((None, 1), ("refuse", 1), ("failed_only", 2), ("trust", 2)):
         failed = Failed(ReplaySettings.model_validate({"secret": SECRET, "unsigned": unsigned}))
-        topic, key, value, headers = replay_of(await failed.letter())
+        topic, key, value, headers = replay_of(await failed.dead_letter())
         failed.broker.put(topic, value, key=key, headers=headers)
 
         await failed.consumed()
@@ -232,7 +232,7 @@ async def test_with_the_policy_trust_every_header_is_honored() -> None:
 
     assert sorted(till.runs) == ["charge 1", "mail 1", "mail 1"]
     assert till.here.observer.counts[Signal.REPLAY_FOR_OTHERS] == 1
-    assert [dict(letter.headers)["idempotency-dlq-reason"] for letter in broker.values(DEAD)] == [b"invalid"]
+    assert [dict(dead_letter.headers)["idempotency-dlq-reason"] for dead_letter in broker.values(DEAD)] == [b"invalid"]
 
 
 FIELD = st.binary(max_size=12)
@@ -278,11 +278,11 @@ def test_a_dead_letter_cannot_choose_where_it_is_replayed_to() -> None:
 
 @pytest.mark.parametrize("topic", ["order_placed", ".dlq", "order_placed.dlq2", ""])
 def test_a_topic_without_a_source_topic_requires_a_destination(topic: str) -> None:
-    letter = dataclasses.replace(forged_dead_letter(), topic=topic)
+    dead_letter = dataclasses.replace(forged_dead_letter(), topic=topic)
 
     with pytest.raises(ApplicationError, match="dlq replay --to TOPIC"):
-        replay_of(letter, SIGNED)
-    assert replay_of(letter, SIGNED, to="order_placed").topic == "order_placed"
+        replay_of(dead_letter, SIGNED)
+    assert replay_of(dead_letter, SIGNED, to="order_placed").topic == "order_placed"
 
 
 def test_the_dead_letter_suffix_is_taken_from_the_settings() -> None:

@@ -74,13 +74,13 @@ def signed(random: Random) -> Figures:
 def _signed(random: Random, claim: ReplayClaim) -> FakeRecord:
     value, own = random.randbytes(random.randint(1, 40)), [("trace", random.randbytes(4))]
     signature = signature_of(claim, value, own, SECRET.encode())
-    ours = [
+    signed_headers = [
         (GENERATION, b"%d" % claim.generation),
         (REPLAY_GROUP, claim.group),
         (REPLAY_HANDLER, claim.handler),
         (REPLAY_SIGNATURE, signature),
     ]
-    return FakeRecord(claim.topic, 0, 1, b"k", value, [*own, *(each for each in ours if each[1])])
+    return FakeRecord(claim.topic, 0, 1, b"k", value, [*own, *(each for each in signed_headers if each[1])])
 
 
 def _changed(random: Random, record: FakeRecord) -> FakeRecord:

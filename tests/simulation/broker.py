@@ -67,7 +67,7 @@ class Broker:
         self._partitions = partitions
 
     def append(self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]) -> None:
-        """Append a message; dead dead_letters go to a list that nobody consumes."""
+        """Append a message; dead letters go to a list that nobody consumes."""
         if topic.endswith(".dlq"):
             self.dead_letters.append(Message(topic, 0, len(self.dead_letters), key, value, headers))
             self.history.dead_letter(headers)

@@ -268,9 +268,9 @@ def epoch_ignored() -> AbstractContextManager[Any]:
         end(self, assignment)
 
     def going_on(self: PartitionRegistry, partitions: Iterable[Any]) -> None:
-        ours = list(partitions)
-        begin(self, ours)
-        for partition in ours:
+        assigned = list(partitions)
+        begin(self, assigned)
+        for partition in assigned:
             if (id(self), partition) in lost:
                 self.assignments[partition].progress = lost[id(self), partition]
 

@@ -149,8 +149,8 @@ class Server:
         after = self.seen(reserved.key)
         self._history.note(verb, reserved.key, reserved.attempt, answer)
         if after != before:
-            ours = before is not None and (before.token, before.fence) == (reserved.token, reserved.fence)
-            if not ours:
+            is_owned = before is not None and (before.token, before.fence) == (reserved.token, reserved.fence)
+            if not is_owned:
                 self._history.violate("T", f"{verb} of {reserved.key} by attempt {reserved.attempt} changed {before}")
             elif before is not None and not before.open:
                 self._history.violate("T", f"{verb} of {reserved.key} changed a record that was {before.status.value}")
