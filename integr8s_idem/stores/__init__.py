@@ -62,11 +62,11 @@ class IdempotencyRepository(Protocol):
         ...
 
     async def fail(self, failures: Sequence[Failure]) -> list[bool]:
-        """Store that work failed permanently; the answers are as for `complete`."""
+        """Store that the work of each reservation failed permanently; the answers are as for `complete`."""
         ...
 
     async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
-        """End leases now, keeping the number of attempts; the answers are as for `complete`."""
+        """End the lease of each reservation now, keeping its number of attempts; the answers are as for `complete`."""
         ...
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:

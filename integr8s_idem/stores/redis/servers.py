@@ -69,7 +69,7 @@ class Servers(Protocol):
         ...
 
     async def primaries(self) -> list[Redis]:
-        """Return clients of all primaries."""
+        """Return one client for each primary."""
         ...
 
     def pattern(self, glob: str) -> str:
