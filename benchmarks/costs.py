@@ -25,7 +25,8 @@ from benchmarks.observers import Telemetry
 from benchmarks.rounds import Measured, Options, Progress, spread_of
 from benchmarks.stages import Costs, FreeStore, Log, Record, Stages, collector, fetch_all, scoped, without_collector
 from integr8s_idem import EventRouter, IdempotencyConfig, IdempotencyManager, IdempotentEventDispatcher
-from integr8s_idem.handlers.router import Invoke, call_with_event
+from integr8s_idem.handlers.handler_calls import call_with_event
+from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.telemetry import SILENT, Observer
 from tests.support.kafka.broker import KafkaBroker
 

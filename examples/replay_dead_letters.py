@@ -17,8 +17,7 @@ from aiokafka import AIOKafkaConsumer
 
 from integr8s_idem import EventPublisher, Settings, load_settings
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.worker import replay_of
-from integr8s_idem.worker.kafka_protocols import Record
+from integr8s_idem.worker import Record, replay_of
 
 
 async def dead_letters(settings: Settings, topic: str) -> AsyncIterator[Record]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from integr8s_idem._util.committable_offsets import committable_offsets
 from integr8s_idem.config import IdempotencyConfig, Section, Settings, load_settings
 from integr8s_idem.engine.manager import IdempotencyManager
-from integr8s_idem.engine.steps import Once, Steps
+from integr8s_idem.engine.step_slots import Once
+from integr8s_idem.engine.steps import Steps
 from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import IdempotencyConflictError, IdempotencyError, PartialFailureError, PermanentError
 from integr8s_idem.events import BaseEvent, EventMetadata, derived_event_id
@@ -22,7 +23,9 @@ from integr8s_idem.handlers.dispatcher import (
     IdempotentEventHandler,
     with_idempotency,
 )
-from integr8s_idem.handlers.router import Batch, EventRouter, Outgoing
+from integr8s_idem.handlers.handler_calls import Batch
+from integr8s_idem.handlers.outgoing import Outgoing
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Verdict
 from integr8s_idem.stores import IdempotencyRepository

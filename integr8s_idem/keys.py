@@ -16,21 +16,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import quote
-
-import pydantic_core
-import rfc8785
-from pydantic import BaseModel
 
 from integr8s_idem._util.escaping import printable
 from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.fingerprints import content_hash, fingerprint_of
 
 MAX_KEY_LENGTH: Final = 255
 """Longest full key, in bytes: short enough for the index of every store, long enough to stay readable."""
@@ -44,11 +41,6 @@ LONGEST_PLAIN: Final = MAX_KEY_LENGTH - len(f";{LAST_GENERATION}")
 LONGEST_SCOPE: Final = 100
 """Longest scope that is not hashed, in bytes, so that prefix, scope and hashed key fit into `MAX_KEY_LENGTH`."""
 
-VOLATILE_FIELDS: Final = frozenset({"event_id", "timestamp", "metadata"})
-"""Fields that may differ between events that request the same work."""
-
-FINGERPRINT_BYTES: Final = 16
-"""Half of a SHA-256: enough, since fingerprints are compared only within one key, and records stay small."""
 
 LONGEST_LABEL: Final = 200
 """Longest label of a key, in characters."""
@@ -295,158 +287,3 @@ def downstream_key(key: str, name: str) -> str:
     """Return a key for a downstream request of `key`: the same in every attempt, at most 255 characters."""
     text = f"{key}:{escaped(name)}"
     return text if len(text) <= MAX_KEY_LENGTH else hashlib.sha256(text.encode()).hexdigest()
-
-
-def payload_of(event: BaseEvent, fields: Iterable[str] | None = None) -> dict[str, object]:
-    """Return the fields that are equal in all deliveries of the same work, as plain JSON values."""
-    if fields is not None:
-        return event.model_dump(mode="json", include=set(fields))
-    return event.model_dump(mode="json", exclude=set(VOLATILE_FIELDS))
-
-
-def content_hash(event: BaseEvent, fields: Iterable[str] | None = None) -> str:
-    """Return the SHA-256 of the payload, in hex.  The event type is part of the key, not of the hash."""
-    return hashlib.sha256(canonical_json(payload_of(event, fields))).hexdigest()
-
-
-def fingerprint_of(event: BaseEvent) -> bytes:
-    """Return the fingerprint of the payload: `FINGERPRINT_BYTES` of a SHA-256."""
-    names = _plain_names(type(event))
-    if names:
-        try:
-            return fingerprint(pydantic_core.to_json(_plain_payload(event.__dict__, names)))
-        except (TypeError, ValueError):
-            pass  # a value whose JSON form depends on the writer
-    return fingerprint(canonical_json(payload_of(event)))
-
-
-def _plain_payload(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, object]:
-    """Return the same as `payload_of`, in canonical order, if all values are plain.
-
-    Raises:
-        TypeError: A value is not plain.
-    """
-    table = {}
-    for name in names:
-        value = values[name]
-        kind = type(value)
-        if kind is str or kind is bool or value is None or (kind is int and abs(value) <= _SAFE_INTEGER):
-            table[name] = value
-        else:
-            raise TypeError
-    return table
-
-
-@lru_cache(maxsize=1_024)
-def _plain_names(event: type[BaseEvent]) -> tuple[str, ...]:
-    """Return the fields of a payload in canonical order if pydantic dumps them unchanged, else no fields.
-
-    The fields of such a class are strings, integers, booleans or `None`, without custom serializers.  Their
-    payload does not need `model_dump`, which saves time.
-    """
-    schema: Any = event.__pydantic_core_schema__
-    fields: Any = schema.get("schema", {})
-    has_custom_dump = event.model_dump is not BaseModel.model_dump or event.model_config.get("serialize_by_alias")
-    if has_custom_dump or not _is_plain(schema, "model") or not _is_plain(fields, "model-fields"):
-        return ()
-    if fields.get("computed_fields") or fields.get("extras_schema") or event.model_config.get("extra") == "allow":
-        return ()
-    names = sorted(set(fields["fields"]) - VOLATILE_FIELDS)
-    plain = all(name.isascii() and _is_plain_field(fields["fields"][name]) for name in names)
-    return tuple(names) if plain else ()
-
-
-def _is_plain(schema: Mapping[str, Any], kind: str) -> bool:
-    return schema.get("type") == kind and "serialization" not in schema
-
-
-def _is_plain_field(field: Mapping[str, Any]) -> bool:
-    if any(name.startswith("serialization") for name in field):
-        return False
-    schema: Any = field["schema"]
-    while schema.get("type") in {"default", "nullable"} and "serialization" not in schema:
-        schema = schema["schema"]
-    return any(_is_plain(schema, kind) for kind in ("str", "int", "bool", "literal"))
-
-
-def fingerprint(payload: bytes) -> bytes:
-    """Return `FINGERPRINT_BYTES` of the SHA-256 of `payload`."""
-    return hashlib.sha256(payload).digest()[:FINGERPRINT_BYTES]
-
-
-def canonical_json(value: object) -> bytes:
-    """Return the RFC 8785 form of plain JSON values.
-
-    RFC 8785 excludes integers beyond ±(2^53 - 1), but events contain them (64-bit ids).  Such
-    integers are written as marked strings, and the whole value gets a prefix, so
-    that it differs from every other value.
-
-    Raises:
-        InvalidKeyError: The value contains NaN, infinity or a value that is not valid JSON.
-    """
-    try:
-        return pydantic_core.to_json(_in_canonical_order(value))
-    except (TypeError, ValueError, RecursionError):
-        return _rfc8785_json(value)
-
-
-def _in_canonical_order(value: Any) -> Any:
-    """Return an equal value whose JSON from any writer is its RFC 8785 form.
-
-    Raises:
-        TypeError: There may be none, since writers differ in some numbers, and sort orders in some names.
-    """
-    kind = type(value)
-    if kind is dict:
-        table = {}
-        for name in sorted(value):
-            if type(name) is not str or not name.isascii():
-                raise TypeError
-            item = value[name]
-            table[name] = item if type(item) is str else _in_canonical_order(item)
-        return table
-    if kind is list:
-        return [item if type(item) is str else _in_canonical_order(item) for item in value]
-    if kind is float:
-        return _plain_number(value)
-    if kind is str or kind is bool or value is None or (kind is int and abs(value) <= _SAFE_INTEGER):
-        return value
-    raise TypeError
-
-
-def _plain_number(number: float) -> float:
-    """Return a number that every writer writes the same way: no exponent, and no fraction if it is an integer.
-
-    Raises:
-        TypeError: Some writers use an exponent, or it is not finite.
-    """
-    if abs(number) <= _SAFE_INTEGER and number.is_integer():
-        return int(number)
-    if 1e-4 <= abs(number) < 1e15:
-        return number
-    raise TypeError
-
-
-def _rfc8785_json(value: object) -> bytes:
-    try:
-        try:
-            return rfc8785.dumps(value)  # type: ignore[arg-type]  # checked by rfc8785 itself
-        except rfc8785.IntegerDomainError:
-            return b"big:" + rfc8785.dumps(_without_big_integers(value))  # type: ignore[arg-type]
-    except (rfc8785.CanonicalizationError, RecursionError, UnicodeEncodeError) as error:
-        raise InvalidKeyError(f"the payload has no canonical form: {error}") from error
-
-
-_SAFE_INTEGER: Final = 2**53 - 1
-
-
-def _without_big_integers(value: object) -> object:
-    if isinstance(value, int) and abs(value) > _SAFE_INTEGER:
-        return f"#{value}"
-    if isinstance(value, str) and value.startswith("#"):
-        return "#" + value
-    if isinstance(value, Mapping):
-        return {name: _without_big_integers(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_big_integers(item) for item in value]
-    return value

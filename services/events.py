@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from integr8s_idem.events import BaseEvent, EventMetadata
+from integr8s_idem import BaseEvent, EventMetadata
 
 MAX_SCRIPT_CHARACTERS = 150_000
 MAX_OUTPUT_CHARACTERS = 400_000

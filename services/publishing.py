@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from integr8s_idem.events import BaseEvent
+from integr8s_idem import BaseEvent
 
 
 class Publisher(Protocol):

@@ -8,8 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, field
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from integr8s_idem.config import Section
-from integr8s_idem.config.sections import WITHOUT_SECRET
+from integr8s_idem.config import WITHOUT_SECRET, Section
 
 DATABASES = ("sqlite+aiosqlite", "postgresql+asyncpg")
 

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, ValidationError
 
 from examples.demo.errors import DemoError
 from examples.demo.journal import Journal
-from integr8s_idem.events import EventMetadata
+from integr8s_idem import EventMetadata
 from services.events import ExecutionRequested, ScriptRequest
 
 FILE = Path(__file__).parents[1] / "requests.jsonl"

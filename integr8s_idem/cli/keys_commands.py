@@ -29,7 +29,7 @@ from integr8s_idem.cli.output import run_async, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.operations.keys.explanation import READINGS, Explainer
+from integr8s_idem.operations.keys.explainer import READINGS, Explainer
 from integr8s_idem.operations.keys.open_services import OpenService, open_services
 from integr8s_idem.operations.keys.record_changes import ChangeSummary, RecordChanger, Selection
 from integr8s_idem.operations.keys.record_filter import RecordFilter, check_statuses, parse_duration

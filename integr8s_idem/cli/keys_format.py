@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from integr8s_idem._util.escaping import printable
-from integr8s_idem.engine.steps import step_name
+from integr8s_idem.engine.step_slots import step_name
 from integr8s_idem.operations.keys.explanation import Explanation, MissingRecord, RecordExplanation
 from integr8s_idem.operations.keys.key_parser import ParsedKey, parse_key
 from integr8s_idem.operations.keys.next_delivery import format_duration

@@ -1,6 +1,6 @@
 """Settings: the sections, the model that reads them, the checks across them."""
 
-from integr8s_idem.config.checks import check_settings, settings_warnings
+from integr8s_idem.config.checks import check_settings
 from integr8s_idem.config.idempotency import (
     IdempotencyConfig,
     OnFailure,
@@ -11,24 +11,24 @@ from integr8s_idem.config.idempotency import (
     chosen,
 )
 from integr8s_idem.config.loading import load_settings
-from integr8s_idem.config.sections import (
+from integr8s_idem.config.sections import KafkaSettings, ReplaySettings, ServiceSettings, TelemetrySettings
+from integr8s_idem.config.settings import Settings
+from integr8s_idem.config.store_sections import (
+    WITHOUT_SECRET,
     DynamodbStoreSettings,
-    KafkaSettings,
     MemoryStoreSettings,
     MysqlStoreSettings,
     PostgresqlStoreSettings,
     RedisClusterStoreSettings,
     RedisSentinelStoreSettings,
     RedisStoreSettings,
-    ReplaySettings,
-    ServiceSettings,
     SqliteStoreSettings,
     StoreSettings,
-    TelemetrySettings,
 )
-from integr8s_idem.config.settings import Settings
+from integr8s_idem.config.warnings import settings_warnings
 
 __all__ = [
+    "WITHOUT_SECRET",
     "DynamodbStoreSettings",
     "IdempotencyConfig",
     "KafkaSettings",

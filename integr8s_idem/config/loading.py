@@ -9,13 +9,14 @@ from typing import Any, Final, TypeVar, overload
 
 from pydantic import ValidationError
 
-from integr8s_idem.config.checks import contradictions, misspelled_services
+from integr8s_idem.config.checks import contradictions
 from integr8s_idem.config.load_context import Reading, instead
 from integr8s_idem.config.message_text import printable_mistake
 from integr8s_idem.config.schema_shape import Path as Place
 from integr8s_idem.config.schema_shape import shape_of
 from integr8s_idem.config.settings import Settings
 from integr8s_idem.config.validation_errors import Found, Translator
+from integr8s_idem.config.warnings import misspelled_services
 from integr8s_idem.errors import SettingsError, SettingsMistake
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

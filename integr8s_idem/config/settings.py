@@ -10,14 +10,8 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from integr8s_idem.config.environment import NamedValues, environment_values, same_name, secret_values
 from integr8s_idem.config.idempotency import IdempotencyConfig
 from integr8s_idem.config.load_context import current_reading, instead, without
-from integr8s_idem.config.sections import (
-    KafkaSettings,
-    RedisStoreSettings,
-    ReplaySettings,
-    ServiceSettings,
-    StoreSettings,
-    TelemetrySettings,
-)
+from integr8s_idem.config.sections import KafkaSettings, ReplaySettings, ServiceSettings, TelemetrySettings
+from integr8s_idem.config.store_sections import RedisStoreSettings, StoreSettings
 
 ServiceKey: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,100}$")]
 

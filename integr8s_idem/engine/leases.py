@@ -28,9 +28,6 @@ RENEW_AFTER: Final = 1 / 3
 RETRY_AFTER: Final = 1 / 12
 """Fraction of the lease after which a renewal without an answer is retried."""
 
-FORGET_AFTER_LEASES: Final = 10
-"""Number of leases after which an unsettled reservation of a batch is no longer tracked."""
-
 
 class LateStartError(Exception):
     """Too little of a lease was left to start its handler.  Caught by the run, which reserves the work again."""
@@ -297,60 +294,7 @@ class LeaseKeeper:
             lease.renewed(asked_at, again.lease)
 
 
-class BatchLeases:
-    """Tracks leases whose holder settles and renews them in batches.
-
-    It knows until when the work of each may start, by the lease clock, and which batch it belongs to.  Unsettled leases
-    are dropped after a while.
-    """
-
-    def __init__(self) -> None:
-        self._start_before: dict[Reserved, float] = {}
-        self._batches: dict[Reserved, int] = {}
-        self._last_batch = 0
-
-    def add(self, reservations: Iterable[Reserved], asked_at: float) -> None:
-        """Track the leases of a batch that was requested at `asked_at`."""
-        self._drop_lapsed(asked_at)
-        self._last_batch += 1
-        for each in reservations:
-            self._start_before[each] = _start_before(each, asked_at)
-            self._batches[each] = self._last_batch
-
-    def renewed(self, reservations: Iterable[Reserved], asked_at: float) -> None:
-        """Restart leases that were renewed by a request at `asked_at`."""
-        for each in reservations:
-            if each not in self._batches:
-                self._last_batch += 1
-                self._batches[each] = self._last_batch
-            self._start_before[each] = _start_before(each, asked_at)
-
-    def settle(self, reservations: Iterable[Reserved]) -> None:
-        """Stop tracking reservations that are settled or lost."""
-        for each in reservations:
-            self._start_before.pop(each, None)
-            self._batches.pop(each, None)
-
-    def may_start(self, reservation: Reserved, now: float) -> bool:
-        """Whether enough of the lease of `reservation` is left; `False` if it is not tracked."""
-        return now < self._start_before.get(reservation, float("-inf"))
-
-    def late_beside(self, reservation: Reserved, now: float) -> list[Reserved]:
-        """Return `reservation` and the other reservations of its batch that are late."""
-        batch = self._batches.get(reservation)
-        late = [each for each, until in self._start_before.items() if now >= until and self._batches[each] == batch]
-        return list(dict.fromkeys([reservation, *late]))
-
-    def _drop_lapsed(self, now: float) -> None:
-        gone = [
-            each
-            for each, until in self._start_before.items()
-            if now > until + FORGET_AFTER_LEASES * each.lease.total_seconds()
-        ]
-        self.settle(gone)
-
-
-def _start_before(reservation: Reserved, asked_at: float) -> float:
+def start_deadline(reservation: Reserved, asked_at: float) -> float:
     lease = reservation.lease.total_seconds()
     return asked_at + lease - fence_margin(lease)
 

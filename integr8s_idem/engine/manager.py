@@ -23,10 +23,12 @@ from integr8s_idem._util.lease_clock import Clock
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, chosen
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.active_runs import ActiveRun
+from integr8s_idem.engine.batch_leases import BatchLeases
 from integr8s_idem.engine.executor import Executor
-from integr8s_idem.engine.leases import BatchLeases, LeaseKeeper
+from integr8s_idem.engine.iterators import refuse_iterator
+from integr8s_idem.engine.leases import LeaseKeeper
 from integr8s_idem.engine.outcomes import error_of
-from integr8s_idem.engine.results import decode_result, refuse_call, refuse_generator, refuse_iterator, return_type_of
+from integr8s_idem.engine.results import decode_result, refuse_call, refuse_generator, return_type_of
 from integr8s_idem.engine.run import RunOptions
 from integr8s_idem.engine.steps import Steps
 from integr8s_idem.engine.store_client import StoreClient

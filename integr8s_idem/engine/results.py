@@ -10,14 +10,11 @@ it, into the collection that duplicates also get: the type of the return annotat
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import io
 import types
 import typing
 from collections import deque
 from collections.abc import (
-    AsyncIterator,
     Callable,
     Collection,
     Container,
@@ -26,18 +23,15 @@ from collections.abc import (
     Iterator,
     Reversible,
 )
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
-from enum import Enum
 from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, Final, cast
-from uuid import UUID
 from weakref import ref
 
 import pydantic_core
-from pydantic import BaseModel, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
+from integr8s_idem.engine.iterators import ITERATOR, LONGEST_PLACE, PLAIN_CLASSES, all_plain, kind_of, refuse_kind
 from integr8s_idem.errors import ApplicationError, ResultDecodeError
 from integr8s_idem.records import JSON, StoredResult
 
@@ -48,9 +42,6 @@ NOT_KEPT: Final = object()
 
 _NOTHING: Final = StoredResult(b"null")
 """The stored form of `None`, the most common result."""
-
-LONGEST_PLACE: Final = 200
-"""Maximum number of characters of a place in a result that an error names; the names come from the result."""
 
 
 def encode_result(value: object) -> StoredResult:
@@ -82,24 +73,6 @@ def _listed(value: object) -> list[object]:
     raise pydantic_core.PydanticSerializationError(f"Unable to serialize unknown type: {type(value)}")
 
 
-# Iterators.
-
-_PLAIN, _SEQUENCE, _MAPPING, _FIELDS, _ITERATOR, _ASYNC_ITERATOR, _FILE = range(7)
-"""Kinds of objects for serialization.  Kinds from `_ITERATOR` on can be read only once.  They are plain integers for
-speed, because every result is classified."""
-
-_PLAIN_CLASSES: Final = frozenset(
-    {
-        *(type(None), bool, int, float, str, bytes, StoredResult),
-        *(Decimal, datetime, date, time, timedelta, UUID),
-    }
-)
-"""Exact classes of most results and their parts, which contain no other objects."""
-
-_all_plain: Final = _PLAIN_CLASSES.issuperset
-"""Called with the classes of many objects; much faster than a loop."""
-
-
 def materialized(value: Any, function: Callable[..., object] | None = None) -> Any:
     """Return the items of a synchronous iterator as a collection, and any other value unchanged.
 
@@ -109,7 +82,7 @@ def materialized(value: Any, function: Callable[..., object] | None = None) -> A
     Args:
         function: The function whose return annotation is the type of the collection; a list without one.
     """
-    if type(value) in _PLAIN_CLASSES or _kind_of(type(value)) != _ITERATOR:
+    if type(value) in PLAIN_CLASSES or kind_of(type(value)) != ITERATOR:
         return value
     return _collected(list(value), function)
 
@@ -137,147 +110,14 @@ def repeatable(value: Any, label: str, function: Callable[..., object] | None = 
         Exception: Any error of the code that a lazy iterator runs.
     """
     cls = type(value)
-    if cls in _PLAIN_CLASSES or (cls is dict and _all_plain(map(type, value.values()))):
+    if cls in PLAIN_CLASSES or (cls is dict and all_plain(map(type, value.values()))):
         return value
-    kind = _kind_of(cls)
-    if kind == _ITERATOR:
+    kind = kind_of(cls)
+    if kind == ITERATOR:
         value = _collected(list(value), function)
-        kind = _kind_of(type(value))
-    _refuse(value, kind, label)
+        kind = kind_of(type(value))
+    refuse_kind(value, kind, label)
     return value
-
-
-def refuse_iterator(value: Any, label: str) -> None:
-    """Reject a result that can be read only once, because storing it would consume it.
-
-    Raises:
-        ApplicationError: The result is an iterator, an async iterator or a file, or contains one of these.
-    """
-    if type(value) not in _PLAIN_CLASSES:
-        _refuse(value, _kind_of(type(value)), label)
-
-
-def _refuse(value: Any, kind: int, label: str) -> None:
-    if kind == _PLAIN:
-        if not (hasattr(value, "__next__") and hasattr(value, "read")):
-            return
-        kind = _FILE  # a wrapper that delegates to a file, such as those of `tempfile`
-    if kind >= _ITERATOR:
-        noun, advice = _READ_ONCE[kind]
-        raise ApplicationError(f"{label} returned {noun} ({type(value).__name__}). {advice}")
-    if _has_iterator(value, kind):
-        place, part = _iterator_in(value)
-        noun, advice = _READ_ONCE[_kind_of(type(part))]
-        raise ApplicationError(
-            f"{label} returned a result that contains {noun} ({type(part).__name__}) at {place}. {advice}"
-        )
-
-
-_READ_ONCE: Final = {
-    _ITERATOR: ("an iterator", "It can be read only once, but every duplicate gets the same result: use a list"),
-    _ASYNC_ITERATOR: (
-        "an async iterator",
-        "It can be read only once, but every duplicate gets the same result: use [item async for item in …]",
-    ),
-    _FILE: ("a file object", "It cannot be stored for duplicates: use its content, as bytes"),
-}
-"""The name of each kind, and the remedy."""
-
-
-def _find_kind(cls: type) -> int:
-    if cls in _PLAIN_CLASSES or issubclass(cls, str | bytes | int | float | Enum):
-        return _PLAIN
-    # Models and dataclasses are serialized by their fields, even if they are iterators.
-    if issubclass(cls, BaseModel) or dataclasses.is_dataclass(cls):
-        return _FIELDS
-    if issubclass(cls, dict):
-        return _MAPPING
-    if issubclass(cls, list | tuple | set | frozenset | deque):
-        return _SEQUENCE
-    if issubclass(cls, io.IOBase) or (issubclass(cls, Iterator) and hasattr(cls, "read")):
-        return _FILE
-    if issubclass(cls, AsyncIterator):
-        return _ASYNC_ITERATOR
-    return _ITERATOR if issubclass(cls, Iterator) else _PLAIN
-
-
-_kind_of: Final[Callable[[Any], int]] = lru_cache(maxsize=1024)(_find_kind)
-
-
-def _has_iterator(value: Any, kind: int) -> bool:
-    """Whether a container contains an iterator at any depth."""
-    if _is_flat(value, kind):
-        return False
-    pending, seen = [(value, kind)], {id(value)}
-    for holder, kind in pending:  # grows during the loop
-        for part in _parts_of(holder, kind):
-            if type(part) in _PLAIN_CLASSES:
-                continue
-            part_kind = _kind_of(type(part))
-            if part_kind >= _ITERATOR:
-                return True
-            if part_kind != _PLAIN and not _is_flat(part, part_kind) and id(part) not in seen:
-                seen.add(id(part))
-                pending.append((part, part_kind))
-    return False
-
-
-def _is_flat(holder: Any, kind: int) -> bool:
-    """Whether a container certainly contains only plain objects."""
-    if kind == _MAPPING:
-        return _all_plain(map(type, holder.values()))
-    if kind == _SEQUENCE:
-        return _all_plain(map(type, holder))
-    # This includes more than the fields, such as cached properties; if those are not plain, check the fields.
-    state = getattr(holder, "__dict__", None)
-    return state is not None and _all_plain(map(type, state.values())) and not getattr(holder, _EXTRA, None)
-
-
-_EXTRA: Final = "__pydantic_extra__"
-
-
-def _parts_of(holder: Any, kind: int) -> Collection[Any]:
-    if kind == _SEQUENCE:
-        return cast("Collection[Any]", holder)
-    return cast("Collection[Any]", (holder if kind == _MAPPING else _fields_of(holder)).values())
-
-
-def _fields_of(holder: Any) -> dict[str, Any]:
-    cls: Any = type(holder)
-    fields = {name: getattr(holder, name, None) for name in _field_names(cls)}
-    return {**fields, **(getattr(holder, _EXTRA, None) or {})}
-
-
-@lru_cache(maxsize=512)
-def _field_names(cls: Any) -> tuple[str, ...]:
-    """Return the names of the serialized fields."""
-    if issubclass(cls, BaseModel):
-        return tuple(name for name, field in cls.model_fields.items() if not field.exclude)
-    return tuple(field.name for field in dataclasses.fields(cls))
-
-
-def _iterator_in(value: object) -> tuple[str, object]:
-    """Find the first iterator in `value`; return its place and the iterator."""
-    pending, seen = [("", value)], {id(value)}
-    for where, holder in pending:
-        for place, part in _places_in(holder):
-            kind = _kind_of(type(part))
-            if kind >= _ITERATOR:
-                return (where + place)[:LONGEST_PLACE], part
-            if kind != _PLAIN and id(part) not in seen:
-                seen.add(id(part))
-                pending.append((where + place, part))
-    raise AssertionError("there is no iterator")
-
-
-def _places_in(holder: Any) -> Iterable[tuple[str, Any]]:
-    match _kind_of(type(holder)):
-        case kind if kind == _MAPPING:
-            return ((f"[{key!r}]", part) for key, part in holder.items())
-        case kind if kind == _FIELDS:
-            return ((f".{name}", part) for name, part in _fields_of(holder).items())
-        case _:
-            return ((f"[{index}]", part) for index, part in enumerate(holder))
 
 
 _GENERATOR: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
@@ -319,9 +159,6 @@ def refuse_generator(function: Callable[..., object]) -> None:
             f"{name} is a generator, which returns before its work is done, so it cannot be guarded. Collect the items "
             "in a list and return the list"
         )
-
-
-# Restoring results.
 
 
 def decode_result(key: str, stored: StoredResult, expected: object = Any) -> Any:
@@ -420,7 +257,7 @@ def _readable(expected: Any) -> Any:
     kind, arguments = typing.get_origin(expected) or expected, typing.get_args(expected)
     if kind in (typing.Union, types.UnionType):
         return typing.Union[tuple(map(_readable, arguments))]  # noqa: UP007  # the types are only known at run time
-    if not inspect.isclass(kind) or not (kind in _ABSTRACT or _kind_of(kind) == _ITERATOR):
+    if not inspect.isclass(kind) or not (kind in _ABSTRACT or kind_of(kind) == ITERATOR):
         return expected
     return list[arguments[0] if arguments and kind in _BY_ITEM else Any]  # type: ignore[misc]
 

@@ -14,29 +14,31 @@ fingerprint, a hash of its name; the media type of the result contains the name 
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import inspect
 import logging
 from collections.abc import Awaitable, Callable
-from enum import Enum
 from typing import Any, Final, Literal, TypeVar, cast
-from urllib.parse import quote, unquote
 
 from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.config import OnFailure, OnInProgress, OnKeyReused, chosen
 from integr8s_idem.engine.active_runs import ActiveRun, check_start, run_of
-from integr8s_idem.engine.executor import FIRST_LOOK, Executor
+from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.outcomes import error_of
 from integr8s_idem.engine.results import (
     decode_result,
-    encode_result,
     refuse_call,
     refuse_generator,
-    repeatable,
     return_type_of,
 )
 from integr8s_idem.engine.run import RunOptions
+from integr8s_idem.engine.step_slots import (
+    LONGEST_NAME,
+    Once,
+    StepSlot,
+    StepSlots,
+    mark_of,
+    pause_briefly,
+    without_step_name,
+)
 from integr8s_idem.engine.work import Attempt, Executed, Outcome, Work
 from integr8s_idem.errors import (
     ApplicationError,
@@ -45,14 +47,12 @@ from integr8s_idem.errors import (
     StepInterruptedError,
     StoreUnavailableError,
 )
-from integr8s_idem.keys import FINGERPRINT_BYTES, KeySpace, first_generation_key, generation_key
+from integr8s_idem.keys import KeySpace
 from integr8s_idem.records import (
     Completed,
     Failed,
     IdempotencyRecord,
-    IdempotencyStatus,
     KeyReused,
-    StoredResult,
 )
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Signal
@@ -60,24 +60,6 @@ from integr8s_idem.telemetry import Signal
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-SLOTS_PER_READ: Final = 16
-"""Number of slots read in one round trip."""
-
-_NAME: Final = "; step="
-
-
-class Once(str, Enum):
-    """Whether an interrupted step runs again."""
-
-    AT_LEAST_ONCE = "at_least_once"
-    """The step runs again: use it if repetition is harmless."""
-    AT_MOST_ONCE = "at_most_once"
-    """The step does not run again, and the unit is given up: use it for side effects that must never happen twice."""
-
-
-LONGEST_NAME: Final = 100
-"""Maximum number of characters of a step's name."""
 
 
 class Steps:
@@ -88,7 +70,7 @@ class Steps:
         self._executor = executor
         self._repository = repository
         self._run = run
-        self._slots = _Slots(space, repository, run)
+        self._slots = StepSlots(space, repository, run)
         self._asked: set[str] = set()
         if run.attempt.number > 1 or run.attempt.generation:
             run.at_end = (*run.at_end, self._report_orphans)
@@ -127,7 +109,7 @@ class Steps:
         mark = mark_of(name)
         if (before := self._slots.done_before(mark)) is not None:
             return cast("T", self._remembered(name, before, function))
-        step = _Step(name, function, args, kwargs, once)
+        step = StepSlot(name, function, args, kwargs, once)
         while True:
             work = Work(
                 self._space.step(self._run.attempt.key, f"{self._run.attempt.label} step {name}", self._slots.of(mark)),
@@ -157,7 +139,7 @@ class Steps:
             )
         self._asked.add(name)
 
-    async def _settled(self, work: Work, step: _Step) -> Outcome[Any]:
+    async def _settled(self, work: Work, step: StepSlot) -> Outcome[Any]:
         """Run the step until it has an outcome.  It waits for an unavailable store until the lease of the unit ends."""
 
         async def one_pass() -> Outcome[Any]:
@@ -167,12 +149,12 @@ class Steps:
                 try:
                     return await self._executor.execute(work, lambda attempt: self._do(step, attempt), _RETRY_FOREVER)
                 except StoreUnavailableError as error:
-                    await _pause(error)
+                    await pause_briefly(error)
 
         # An earlier run may still be running the step; it ends soon, or its lease does.
         return await self._executor.await_outcome(work, one_pass, on_in_progress=OnInProgress.WAIT)
 
-    async def _do(self, step: _Step, attempt: Attempt) -> object:
+    async def _do(self, step: StepSlot, attempt: Attempt) -> object:
         if step.once is Once.AT_MOST_ONCE and attempt.number > 1:
             raise StepInterruptedError(step.name, self._run.attempt.label, "that run did not finish")
         # Check again now that the slot is taken: a worker that takes the unit over later finds the step there.
@@ -182,7 +164,7 @@ class Steps:
         check_start(run_of(attempt))
         return await step.call()
 
-    def _refuse_if_over(self, step: _Step) -> None:
+    def _refuse_if_over(self, step: StepSlot) -> None:
         """Reject a step that starts after its run has ended: the unit has failed, or a later run is in progress."""
         if self._run.is_over:
             raise ApplicationError(
@@ -200,7 +182,7 @@ class Steps:
                 [unit] = await self._repository.get([attempt.key])
                 break
             except StoreUnavailableError as error:
-                await _pause(error)
+                await pause_briefly(error)
         # A missing record was lost by the store; the completion of the unit handles that.
         if unit is not None and unit.fence != lease.reservation.fence:
             raise LeaseLostError(attempt.label, attempt.number, lease.reservation.lease, self._space.scope, unit.owner)
@@ -212,12 +194,12 @@ class Steps:
             try:
                 is_held = await self._executor.renew_late(lease)
             except StoreUnavailableError as error:
-                await _pause(error)  # an outage is not a failure of the step
+                await pause_briefly(error)  # an outage is not a failure of the step
                 continue
             if not is_held:
                 raise LeaseLostError(attempt.label, attempt.number, lease.reservation.lease, self._space.scope)
 
-    def _value(self, step: _Step, work: Work, outcome: Outcome[Any]) -> Any:
+    def _value(self, step: StepSlot, work: Work, outcome: Outcome[Any]) -> Any:
         match outcome:
             case Executed():
                 return step.value
@@ -233,7 +215,7 @@ class Steps:
         label = f"{self._run.attempt.label} step {name}"
         if done.result is None:
             raise ResultDroppedError(label)
-        return decode_result(label, _without_name(done.result), return_type_of(function))
+        return decode_result(label, without_step_name(done.result), return_type_of(function))
 
     def _report_orphans(self) -> None:
         orphans = self._slots.not_among({mark_of(name) for name in self._asked})
@@ -249,137 +231,4 @@ class Steps:
         )
 
 
-class _Step:
-    """A step and its result."""
-
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Awaitable[Any]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        once: Once,
-    ) -> None:
-        self.name = name
-        self.function = function
-        self.once = once
-        self._args, self._kwargs = args, kwargs
-        self.value: Any = None
-
-    async def call(self) -> object:
-        running = self.function(*self._args, **self._kwargs)
-        if not inspect.isawaitable(running):
-            raise ApplicationError(f"step {self.name} is not an async function; its side effects have already happened")
-        self.value = repeatable(await running, f"step {self.name}", self.function)
-        return _with_name(self.value, self.name)
-
-
-class _Slots:
-    """Assigns the steps of a unit to slots."""
-
-    def __init__(self, space: KeySpace, repository: IdempotencyRepository, run: ActiveRun) -> None:
-        self._space = space
-        self._repository = repository
-        self._run = run
-        self._looking = asyncio.Lock()
-        self._looked = run.attempt.number == 1 and not run.attempt.generation
-        """The first run has no earlier steps."""
-        self._taken: dict[bytes, int] = {}
-        self._free = 0
-        self._found: dict[bytes, IdempotencyRecord] = {}
-        """Steps of earlier runs in this generation."""
-        self._before: dict[bytes, IdempotencyRecord] = {}
-        """Steps completed in an earlier generation; a replay does not repeat them."""
-
-    def of(self, mark: bytes) -> int:
-        """Return the slot of a step: where it was found, or the next free one."""
-        if mark not in self._taken:
-            self._taken[mark] = self._free
-            self._free += 1
-        return self._taken[mark]
-
-    def done_before(self, mark: bytes) -> IdempotencyRecord | None:
-        return self._before.get(mark)
-
-    def not_among(self, marks: set[bytes]) -> list[str]:
-        """Return the names of steps of earlier runs that are not in `marks`."""
-        found = {**self._before, **self._found}
-        return [_name_in(record) for mark, record in found.items() if mark not in marks]
-
-    async def look(self) -> None:
-        """Read the steps of earlier runs, once."""
-        async with self._looking:
-            if not self._looked:
-                await self._look()
-                self._looked = True
-
-    async def look_again(self, mark: bytes) -> None:
-        """Read the steps again after the slot of `mark` turned out to be taken by another step."""
-        async with self._looking:
-            del self._taken[mark]
-            await self._look()
-
-    async def _look(self) -> None:
-        attempt = self._run.attempt
-        first = first_generation_key(attempt.key, attempt.generation)
-        for generation in range(attempt.generation):
-            for _, record in await self._records(generation_key(first, generation)):
-                if record.status is IdempotencyStatus.COMPLETED and record.fingerprint is not None:
-                    self._before[record.fingerprint] = record
-        for slot, record in await self._records(attempt.key):
-            self._free = max(self._free, slot + 1)
-            if record.fingerprint is not None:
-                self._taken[record.fingerprint] = slot
-                self._found[record.fingerprint] = record
-
-    async def _records(self, unit: str) -> list[tuple[int, IdempotencyRecord]]:
-        found: list[tuple[int, IdempotencyRecord]] = []
-        for begin in range(0, 10_000, SLOTS_PER_READ):
-            keys = [self._space.full(self._space.step(unit, "", begin + offset)) for offset in range(SLOTS_PER_READ)]
-            page = enumerate(await self._get(keys), begin)
-            records = [(slot, record) for slot, record in page if record is not None]
-            found += records
-            if not records:
-                break
-        return found
-
-    async def _get(self, keys: list[str]) -> list[IdempotencyRecord | None]:
-        while True:
-            try:
-                return await self._repository.get(keys)
-            except StoreUnavailableError as error:
-                await _pause(error)
-
-
-def mark_of(name: str) -> bytes:
-    """Return the fingerprint of a step's name, which identifies the step in its slot."""
-    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:FINGERPRINT_BYTES]
-
-
-async def _pause(_: object) -> None:
-    await asyncio.sleep(FIRST_LOOK * 4)
-
-
-_RETRY_FOREVER: Final = RunOptions(_pause)
-
-
-def _with_name(value: object, name: str) -> object:
-    try:
-        stored = encode_result(value)
-    except Exception:  # noqa: BLE001  # user-defined serializers may raise; the step is done, so drop the result
-        return value
-    return StoredResult(stored.body, f"{stored.content_type}{_NAME}{quote(name, safe='')}")
-
-
-def _without_name(stored: StoredResult) -> StoredResult:
-    return StoredResult(stored.body, stored.content_type.partition(_NAME)[0])
-
-
-def step_name(stored: StoredResult) -> str:
-    """Return the name of the step with this result; empty if it is not the result of a step."""
-    return unquote(stored.content_type.partition(_NAME)[2])
-
-
-def _name_in(record: IdempotencyRecord) -> str:
-    name = step_name(record.result) if record.result is not None else ""
-    return name or "(unfinished)"
+_RETRY_FOREVER: Final = RunOptions(pause_briefly)

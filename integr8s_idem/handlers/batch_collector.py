@@ -19,7 +19,8 @@ from integr8s_idem.engine.results import materialized
 from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import ApplicationError, PartialFailureError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.handlers.router import BatchSize, Outgoing
+from integr8s_idem.handlers.handler_calls import BatchSize
+from integr8s_idem.handlers.outgoing import Outgoing
 
 
 @dataclass(slots=True, eq=False)

@@ -16,15 +16,9 @@ from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.work import Outcome
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.handler import EventHandler, HandlerExecution, IdempotentEventHandler
-from integr8s_idem.handlers.router import (
-    EventRouter,
-    HandlerFunction,
-    Invoke,
-    Outgoing,
-    Publisher,
-    RegisteredHandler,
-    call_with_event,
-)
+from integr8s_idem.handlers.handler_calls import HandlerFunction, RegisteredHandler, call_with_event
+from integr8s_idem.handlers.outgoing import Outgoing, Publisher
+from integr8s_idem.handlers.router import EventRouter, Invoke
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.telemetry import SILENT, Observer

@@ -41,22 +41,20 @@ from integr8s_idem.errors import (
 )
 from integr8s_idem.events import BaseEvent, Message
 from integr8s_idem.handlers.batch_collector import BatchCollector, Member
-from integr8s_idem.handlers.router import (
+from integr8s_idem.handlers.handler_calls import (
     Batch,
     BatchCall,
     BatchSize,
     HandlerCall,
     HandlerFunction,
-    Invoke,
-    MessageMaker,
-    Outgoing,
-    Publisher,
     RegisteredHandler,
     async_function,
     call_with_event,
     name_of,
     returned_by,
 )
+from integr8s_idem.handlers.outgoing import MessageMaker, Outgoing, Publisher
+from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.keys import Key, KeyResolver, KeySpace
 from integr8s_idem.records import InProgress
 from integr8s_idem.stores.outbox import Outbox

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from integr8s_idem._util.fast_dataclass import quick
-from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.config.durations import Duration, duration
-from integr8s_idem.engine.active_runs import ActiveRun, check_start, run_of
-from integr8s_idem.engine.results import materialized, refuse_generator
-from integr8s_idem.engine.work import Attempt, Transaction
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.events import BaseEvent, Message, derived_event_id, event_type_of
+from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.annotations import check_batch_parameter, check_event_parameter
+from integr8s_idem.handlers.handler_calls import BatchSize, HandlerFunction, RegisteredHandler, async_function, name_of
 
-HandlerFunction = Callable[..., Awaitable[Any]]
 FunctionT = TypeVar("FunctionT", bound=HandlerFunction)
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT", bound=Awaitable[Any])
@@ -28,210 +21,9 @@ C = TypeVar("C", bound=BaseEvent)
 D = TypeVar("D", bound=BaseEvent)
 
 
-class Outgoing:
-    """Outgoing events of a handler, which are published after the handler and its scope have succeeded."""
-
-    __slots__ = ("_events",)
-
-    def __init__(self) -> None:
-        self._events: list[BaseEvent] = []
-
-    def publish(self, event: BaseEvent) -> None:
-        """Publish `event` after the handler has succeeded.
-
-        Unless its id is set, it is derived from the key of the incoming event and the order of the calls.  So another
-        run publishes the same ids, and consumers recognize the duplicates.
-        """
-        self._events.append(event)
-
-    def finished(self, incoming: BaseEvent, key: str, service: str) -> list[BaseEvent]:
-        """Return the events to publish, in the order of the calls.
-
-        They have their final ids, the name of `service`, and the correlation id of `incoming`.
-        """
-        if not self._events:
-            return self._events
-        return [_finish(event, index, incoming, key, service) for index, event in enumerate(self._events)]
-
-
-def _finish(event: BaseEvent, index: int, incoming: BaseEvent, key: str, service: str) -> BaseEvent:
-    own = event.metadata
-    metadata = own.model_copy(
-        update={
-            "correlation_id": own.correlation_id or incoming.metadata.correlation_id or incoming.event_id,
-            "service_name": own.service_name or service,
-            # The user of the incoming event is used only if the handler did not set metadata.
-            "user_id": own.user_id if "metadata" in event.model_fields_set else incoming.metadata.user_id,
-        }
-    )
-    update: dict[str, object] = {"metadata": metadata}
-    if "event_id" not in event.model_fields_set:
-        update["event_id"] = derived_event_id(key, index)
-    return event.model_copy(update=update)
-
-
-class Publisher(Protocol):
-    """Publishes events."""
-
-    async def publish(self, *events: BaseEvent) -> None:
-        """Publish events, and return when the broker has confirmed all of them.
-
-        Raises:
-            PublishError: An event was not confirmed.
-        """
-        ...
-
-
-@runtime_checkable
-class MessageMaker(Publisher, Protocol):
-    """A publisher that can also encode events as messages, to be sent later."""
-
-    def message(self, event: BaseEvent) -> Message:
-        """Encode `event` as a message."""
-        ...
-
-
-BeforeCommit = Callable[[Any, Transaction], Awaitable[None]]
-"""Called with the handler's result, in the transaction that its scope is about to commit."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSize:
-    """Maximum number of events of a batch, and how long the first event waits for others."""
-
-    most: int
-    wait: timedelta
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Attempts and outgoing events of a batch, in the order of its events."""
-
-    attempts: Sequence[Attempt]
-    outgoing: Sequence[Outgoing]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchCall:
-    """Arguments of a call of a batch handler."""
-
-    events: Sequence[BaseEvent]
-    batch: Batch
-
-    runs: Sequence[ActiveRun | None] = ()
-    """The runs of its events."""
-
-    @property
-    def argument(self) -> list[BaseEvent]:
-        """First argument of the handler."""
-        return list(self.events)
-
-    async def check_start(self) -> None:
-        """Check that enough of the leases is left.  Await this immediately before the handler is called.
-
-        Raises:
-            LateStartError: Too little of a lease is left.
-        """
-        await turn_of_the_loop()
-        for run in self.runs:
-            check_start(run)
-
-
-@quick
-@dataclass(frozen=True, slots=True)
-class HandlerCall:
-    """Arguments of a call of a handler."""
-
-    event: BaseEvent
-    attempt: Attempt
-    outgoing: Outgoing
-    before_commit: BeforeCommit | None = None
-    """Set for transactional handlers; `Invoke` awaits it after the handler, in the handler's transaction."""
-
-    @property
-    def argument(self) -> BaseEvent:
-        """First argument of the handler."""
-        return self.event
-
-    async def check_start(self) -> None:
-        """Check that enough of the lease is left.  Await this immediately before the handler is called.
-
-        Raises:
-            LateStartError: Too little of the lease is left.
-        """
-        await turn_of_the_loop()
-        check_start(run_of(self.attempt))
-
-
-@dataclass(frozen=True, slots=True)
-class RegisteredHandler:
-    """A handler that was registered on a router."""
-
-    event: type[BaseEvent]
-    name: str
-    """Part of its keys: if it changes, events that were handled before are handled again when redelivered."""
-    function: HandlerFunction
-    batch: BatchSize | None = None
-    """Set for batch handlers."""
-
-    @property
-    def event_type(self) -> str:
-        return event_type_of(self.event)
-
-    @property
-    def returns(self) -> HandlerFunction | None:
-        """Function whose return annotation is the type of an event's result; `None` for batch handlers."""
-        return self.function if self.batch is None else None
-
-
 Invoke = Callable[[RegisteredHandler, Any], Awaitable[Any]]
 """Calls a handler with its `HandlerCall`, or a batch handler with its `BatchCall`, and opens and closes its
 dependencies.  `integrations.dishka` has one with a REQUEST scope."""
-
-
-async def call_with_event(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
-    """Call a handler whose only argument is its event, or its list of events."""
-    await call.check_start()
-    return await handler.function(call.argument)
-
-
-def returned_by(handler: RegisteredHandler, result: Any) -> Any:
-    """Read iterators in the result of `handler`; for a batch handler, also in the results of single events.
-
-    Call this while the handler's dependencies are open, because a lazy iterator may use them.
-    """
-    result = materialized(result, handler.returns)
-    if handler.batch is not None and isinstance(result, list | tuple):
-        return [materialized(each) for each in result]
-    return result
-
-
-def name_of(function: HandlerFunction) -> str:
-    """Return the name of a function, to use in its keys.
-
-    Raises:
-        ApplicationError: The function has no name, for example since it is a lambda.
-    """
-    name = getattr(function, "__name__", "<nameless>")
-    if not name.isidentifier():
-        raise ApplicationError(f"{function!r} has no name to use in its keys: set name=…")
-    return str(name)
-
-
-def async_function(function: HandlerFunction) -> HandlerFunction:
-    """Return `function` if it is async.
-
-    Raises:
-        ApplicationError: It is a plain function, whose result cannot be awaited, or a generator.
-    """
-    refuse_generator(function)
-    inner = inspect.unwrap(getattr(function, "func", function))
-    if getattr(inner, "__name__", "") == "<lambda>":
-        return function  # a lambda may return a coroutine
-    if not (inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))):  # noqa: B004
-        name = getattr(function, "__qualname__", function)
-        raise ApplicationError(f"handler {name!s} is not an async function: define it with async def")
-    return function
 
 
 def _is_event_class(candidate: object) -> bool:

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeAlias, cast, overload
@@ -30,7 +29,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import HTTPConnection
 from starlette.routing import compile_path
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from integr8s_idem._util.context_vars import Container
 from integr8s_idem._util.escaping import printable
@@ -47,9 +46,18 @@ from integr8s_idem.errors import (
     ResultNotStoredError,
     StoreError,
 )
+from integr8s_idem.fingerprints import fingerprint
 from integr8s_idem.integrations.http_problems import LONGEST_KEY, Problems
-from integr8s_idem.integrations.http_responses import PASSING, PER_CONNECTION, Captured
-from integr8s_idem.keys import EntryPoint, Key, fingerprint
+from integr8s_idem.integrations.http_requests import (
+    GuardedRequest,
+    body_of,
+    host_of,
+    normalized,
+    path_within,
+    without_body_extensions,
+)
+from integr8s_idem.integrations.http_responses import PASSING, PER_CONNECTION
+from integr8s_idem.keys import EntryPoint, Key
 from integr8s_idem.records import Completed
 
 logger = logging.getLogger(__name__)
@@ -67,9 +75,6 @@ _BARE: Final = re.compile(r"[\x21\x23-\x7e]+")
 _REJECTION_RETRIES: Final = 3
 _REJECTION_RETRY_SECONDS: Final = 0.005
 """Pause between retries; the record of a rejected request expires after a millisecond of the store's clock."""
-
-_BODY_EXTENSIONS: Final = frozenset({"http.response.pathsend", "http.response.zerocopysend"})
-"""ASGI extensions that would send a body past this middleware."""
 
 
 @overload
@@ -258,7 +263,7 @@ class IdempotencyKeyMiddleware:
         self._required = required
         self._identity = identity
         self._methods = frozenset(method.upper() for method in methods)
-        self._paths = None if paths is None else [compile_path(_normalized(path))[0] for path in paths]
+        self._paths = None if paths is None else [compile_path(normalized(path))[0] for path in paths]
         self._wait = duration(wait, "wait")
         self._ttl = duration(ttl, "ttl")
         self._stored = stored
@@ -317,14 +322,14 @@ class IdempotencyKeyMiddleware:
                 del self._open_keys[caller]  # otherwise every caller would stay in memory
 
     async def _guard(self, connection: HTTPConnection, caller: str, key: str, receive: Receive, send: Send) -> None:
-        body = await _body_of(receive, self._max_request_bytes)
+        body = await body_of(receive, self._max_request_bytes)
         if body is None:
             return  # the client disconnected before it had sent its request
         if len(body) > self._max_request_bytes:
             await self._problems.too_large(self._max_request_bytes).send(send)
             return
         manager = await self._manager_of()
-        request = _Request(self.app, _without_body_extensions(connection.scope), receive, send, body)
+        request = GuardedRequest(self.app, without_body_extensions(connection.scope), receive, send, body)
         await self._answer(manager, request, self._work(manager, connection, caller, key, body))
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -382,7 +387,7 @@ class IdempotencyKeyMiddleware:
     def _guards(self, scope: Scope) -> bool:
         if scope["method"] not in self._methods:
             return False
-        return self._paths is None or any(path.match(_normalized(_path_within(scope))) for path in self._paths)
+        return self._paths is None or any(path.match(normalized(path_within(scope))) for path in self._paths)
 
     def _key_in(self, given: list[str]) -> str | None:
         if len(given) != 1:
@@ -411,8 +416,8 @@ class IdempotencyKeyMiddleware:
         self, manager: IdempotencyManager, connection: HTTPConnection, caller: str, key: str, body: bytes
     ) -> Work:
         scope = connection.scope
-        path = scope.get("root_path", "").rstrip("/") + _path_within(scope)
-        host = None if self._share_hosts else _host_of(connection)
+        path = scope.get("root_path", "").rstrip("/") + path_within(scope)
+        host = None if self._share_hosts else host_of(connection)
         payload = b"\n".join(
             (scope.get("query_string", b""), connection.headers.get("content-type", "").encode("latin-1"), body)
         )
@@ -423,7 +428,7 @@ class IdempotencyKeyMiddleware:
             gives_up=False,
         )
 
-    async def _answer(self, manager: IdempotencyManager, request: _Request, work: Work) -> None:
+    async def _answer(self, manager: IdempotencyManager, request: GuardedRequest, work: Work) -> None:
         async def execute() -> Outcome[object]:
             return await manager.executor.execute(work, lambda attempt: self._run(request, manager, work, attempt))
 
@@ -450,7 +455,7 @@ class IdempotencyKeyMiddleware:
             else:
                 await self._end(request, outcome)
 
-    async def _run(self, request: _Request, manager: IdempotencyManager, work: Work, attempt: Attempt) -> object:
+    async def _run(self, request: GuardedRequest, manager: IdempotencyManager, work: Work, attempt: Attempt) -> object:
         with _LeaseCheck(run_of(attempt), manager.scope):
             captured = await request.run(manager.config.max_result_size_bytes)
         if captured.status is None or captured.streams:
@@ -465,7 +470,7 @@ class IdempotencyKeyMiddleware:
             return NOT_KEPT
         return captured.response.stored(self._unstored_headers)
 
-    async def _end(self, request: _Request, outcome: Outcome[object]) -> None:
+    async def _end(self, request: GuardedRequest, outcome: Outcome[object]) -> None:
         match outcome:
             case Executed():
                 await request.send_held_back()
@@ -540,85 +545,3 @@ class _NoOutcomeError(Exception):
         super().__init__(streams)
         self.streams = streams
         """Why the response was streamed; empty if it was not."""
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request and the response of the application."""
-
-    app: ASGIApp
-    scope: Scope
-    receive: Receive
-    send: Send
-    body: bytes
-    captured: Captured | None = None
-
-    @property
-    def has_started(self) -> bool:
-        """Whether the response has started to stream to the client."""
-        return self.captured is not None and self.captured.passing
-
-    @property
-    def answered_with_error(self) -> bool:
-        """Whether the application has sent a complete 5xx response before it raised."""
-        return self.captured is not None and self.captured.status is not None and self.captured.status >= 500
-
-    async def run(self, longest_body: int) -> Captured:
-        """Call the application and capture its response."""
-        first = True
-
-        async def receive() -> Message:
-            nonlocal first
-            if first:
-                first = False
-                return {"type": "http.request", "body": self.body, "more_body": False}
-            return await self.receive()
-
-        self.captured = Captured(self.send, longest_body)
-        await self.app(self.scope, receive, self.captured)
-        return self.captured
-
-    async def send_held_back(self) -> None:
-        """Send the response unless it was streamed."""
-        if self.captured is not None and (response := self.captured.response) is not None:
-            await response.send(self.send)
-
-
-async def _body_of(receive: Receive, longest: int) -> bytes | None:
-    """Return the body, or more than `longest` bytes of a longer one; `None` if the client disconnected."""
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body += message.get("body", b"")
-        if len(body) > longest or not message.get("more_body", False):
-            return bytes(body)
-
-
-_DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
-
-
-def _host_of(connection: HTTPConnection) -> str:
-    """Return the requested host without the default port of its scheme."""
-    host = ",".join(connection.headers.getlist("host")).strip().lower()
-    return host.removesuffix(_DEFAULT_PORTS.get(connection.scope.get("scheme", "http"), ""))
-
-
-def _path_within(scope: Scope) -> str:
-    """Return the path as seen by the application's routes; servers may or may not prepend the root path."""
-    root, path = scope.get("root_path", "").rstrip("/"), str(scope["path"])
-    return path[len(root) :] if path == root or path.startswith(f"{root}/") else path
-
-
-def _normalized(path: str) -> str:
-    """Remove the extra slashes that some routers ignore; they must not bypass the guard."""
-    return "/" + "/".join(part for part in path.split("/") if part)
-
-
-def _without_body_extensions(scope: Scope) -> Scope:
-    """Return `scope` without the extensions that would send a body past this middleware."""
-    offered = scope.get("extensions") or {}
-    if not offered.keys() & _BODY_EXTENSIONS:
-        return scope
-    return {**scope, "extensions": {name: value for name, value in offered.items() if name not in _BODY_EXTENSIONS}}

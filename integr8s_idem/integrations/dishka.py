@@ -39,17 +39,16 @@ from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
-from integr8s_idem.handlers.router import (
+from integr8s_idem.handlers.handler_calls import (
     Batch,
     BatchCall,
-    EventRouter,
     HandlerCall,
     HandlerFunction,
-    Invoke,
-    Outgoing,
     RegisteredHandler,
     returned_by,
 )
+from integr8s_idem.handlers.outgoing import Outgoing
+from integr8s_idem.handlers.router import EventRouter, Invoke
 from integr8s_idem.integrations.handler_injection import context_of, dependencies_of, invoker, transactional_invoker
 from integr8s_idem.integrations.request_scope import scope_of_a_call
 from integr8s_idem.integrations.transactions import TransactionResources, Transactions

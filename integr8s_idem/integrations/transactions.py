@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dishka import AsyncContainer
 
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.handlers.router import HandlerCall
+from integr8s_idem.handlers.handler_calls import HandlerCall
 from integr8s_idem.integrations.request_scope import scope_of_a_call
 from integr8s_idem.stores import IdempotencyRepository
 

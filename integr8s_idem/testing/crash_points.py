@@ -38,7 +38,8 @@ from aiokafka import ConsumerRebalanceListener
 
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.events import BaseEvent, Message
-from integr8s_idem.handlers.router import BatchCall, HandlerCall, Invoke, RegisteredHandler, call_with_event
+from integr8s_idem.handlers.handler_calls import BatchCall, HandlerCall, RegisteredHandler, call_with_event
+from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.records import (
     Completion,
     Failure,

@@ -22,7 +22,8 @@ from datetime import timedelta
 from typing import Any
 
 from integr8s_idem.engine.work import Transaction
-from integr8s_idem.handlers.router import BatchCall, BeforeCommit, HandlerCall, Invoke, RegisteredHandler
+from integr8s_idem.handlers.handler_calls import BatchCall, BeforeCommit, HandlerCall, RegisteredHandler
+from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.stores.outbox import Claim, Outbox, Waiting
 from integr8s_idem.stores.sql import SqlIdempotencyRepository
 from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan, crashing_invoke

@@ -10,7 +10,8 @@ from dishka import AsyncContainer
 
 from integr8s_idem.config import KafkaSettings, Settings
 from integr8s_idem.events import BaseEvent, Message
-from integr8s_idem.handlers.router import BatchCall, HandlerCall, Invoke, RegisteredHandler
+from integr8s_idem.handlers.handler_calls import BatchCall, HandlerCall, RegisteredHandler
+from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.runtime import Service
 from integr8s_idem.runtime.background import run_background, run_worker

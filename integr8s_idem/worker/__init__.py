@@ -2,6 +2,7 @@
 
 from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
 from integr8s_idem.worker.dead_letters import Replay, record_key_of, replay_of
+from integr8s_idem.worker.kafka_protocols import Record
 from integr8s_idem.worker.publisher import EventPublisher
 
-__all__ = ["EventPublisher", "Replay", "ServiceReport", "ServiceWorker", "record_key_of", "replay_of"]
+__all__ = ["EventPublisher", "Record", "Replay", "ServiceReport", "ServiceWorker", "record_key_of", "replay_of"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from integr8s_idem.config import ServiceSettings
-from integr8s_idem.handlers.router import RegisteredHandler
+from integr8s_idem.handlers.handler_calls import RegisteredHandler
 
 MOST_TOGETHER: Final = 250
 """Maximum work items of one request to the store: a few milliseconds of decoding, and of the store's time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from integr8s_idem.events import BaseEvent, EventMetadata, derived_event_id
+from integr8s_idem import BaseEvent, EventMetadata, derived_event_id
 from services.coordinator.admission import Admitted, Decision, forget_old_decisions, overdue
 from services.database import Database
 from services.events import ExecutionRejected, ExecutionScheduled

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, TypeAdapter
 
-from integr8s_idem.events import EventMetadata
+from integr8s_idem import EventMetadata
 from services.events import (
     CreatePodCommand,
     ExecutionCompleted,

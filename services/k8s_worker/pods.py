@@ -17,8 +17,8 @@ from typing import Any
 from sqlalchemy import Row, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from integr8s_idem import derived_event_id
 from integr8s_idem.errors import PermanentError
-from integr8s_idem.events import derived_event_id
 from services.database import Database, insert, now, pods
 from services.events import CreatePodCommand, DeletePodCommand, ExecutionFailed, Outcome
 from services.k8s_worker.outcomes import failure, outcome_from_json, outcome_to_json

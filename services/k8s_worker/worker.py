@@ -6,8 +6,7 @@ import asyncio
 import hashlib
 import logging
 
-from integr8s_idem import Attempt
-from integr8s_idem.events import EventMetadata, derived_event_id
+from integr8s_idem import Attempt, EventMetadata, derived_event_id
 from services.database import Database
 from services.events import CreatePodCommand, DeletePodCommand, ExecutionFailed, Outcome, PodCreated
 from services.k8s_worker.outcomes import failure, outcome_of

@@ -15,7 +15,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Row, and_, literal, null, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from integr8s_idem.events import BaseEvent, EventMetadata, derived_event_id
+from integr8s_idem import BaseEvent, EventMetadata, derived_event_id
 from services.database import Database, insert, now, sagas
 from services.events import CreatePodCommand, DeletePodCommand, ExecutionRequested, ScriptRequest
 from services.publishing import Publisher

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, Final, Literal
 
 from integr8s_idem import Attempt, BaseEvent, EventRouter, PermanentError
-from integr8s_idem.handlers.router import HandlerCall
+from integr8s_idem.handlers.handler_calls import HandlerCall
 from integr8s_idem.testing.crash_points import CrashPlan, CrashPoint, kill_myself
 from tests.support.effects import Effects
 

@@ -9,7 +9,7 @@ from typing import Final
 from pydantic import TypeAdapter
 
 from integr8s_idem import IdempotencyRecord, IdempotencyStatus
-from integr8s_idem.engine.steps import Once
+from integr8s_idem.engine.step_slots import Once
 from tests.campaigns.figures import Figures, ViolationError
 from tests.crashes.stepping import ASK, CONCURRENT_STEPS, STEPS, UNIT, Line, Moment, Receipt
 

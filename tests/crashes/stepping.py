@@ -16,7 +16,8 @@ from uuid import uuid4
 from dishka import STRICT_VALIDATION, Provider, Scope, make_async_container
 
 from integr8s_idem import Attempt, EventDispatcher, EventRouter, Settings
-from integr8s_idem.engine.steps import Once, Steps, mark_of
+from integr8s_idem.engine.step_slots import Once, mark_of
+from integr8s_idem.engine.steps import Steps
 from integr8s_idem.errors import StepInterruptedError
 from integr8s_idem.integrations.dishka import (
     EventContextProvider,

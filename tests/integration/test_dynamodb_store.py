@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from integr8s_idem.config.sections import MOST_RESULT_BYTES
+from integr8s_idem.config.store_sections import MOST_RESULT_BYTES
 from integr8s_idem.records import (
     Completed,
     Completion,

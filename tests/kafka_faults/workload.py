@@ -18,7 +18,7 @@ from aiokafka.partitioner import DefaultPartitioner
 from integr8s_idem import EventPublisher, EventRouter, IdempotencyConfig, IdempotencyManager, IdempotentEventDispatcher
 from integr8s_idem.config import KafkaSettings, RedisStoreSettings, ServiceSettings
 from integr8s_idem.errors import PublishError
-from integr8s_idem.handlers.router import HandlerCall, RegisteredHandler
+from integr8s_idem.handlers.handler_calls import HandlerCall, RegisteredHandler
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
 from integr8s_idem.worker import ServiceWorker
 from tests.campaigns.figures import Figures, ViolationError

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from integr8s_idem.telemetry import Gauge, Phase, Signal, prometheus
+from integr8s_idem.telemetry.metric_help import HELP
 from tests.packaging.markdown import MADE, cell, table
 
 _HEAD: Final = """\
@@ -45,11 +46,11 @@ def page() -> str:
 
 
 def _counter(signal: Signal) -> tuple[str, str, str]:
-    return f"`{signal.value}_total`", _names(prometheus._counter_labels(signal)), cell(prometheus.HELP[signal])
+    return f"`{signal.value}_total`", _names(prometheus._counter_labels(signal)), cell(HELP[signal])
 
 
 def _gauge(gauge: Gauge) -> tuple[str, str, str]:
-    return f"`{gauge.value}`", _names(prometheus._gauge_labels(gauge)), cell(prometheus.HELP[gauge])
+    return f"`{gauge.value}`", _names(prometheus._gauge_labels(gauge)), cell(HELP[gauge])
 
 
 def _histograms() -> Iterator[tuple[str, str, str]]:

@@ -14,7 +14,8 @@ from integr8s_idem.config import IdempotencyConfig, KafkaSettings, OnFailure, On
 from integr8s_idem.config.sections import ServiceSettings
 from integr8s_idem.errors import PermanentError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.handlers.router import EventRouter, HandlerCall, RegisteredHandler
+from integr8s_idem.handlers.handler_calls import HandlerCall, RegisteredHandler
+from integr8s_idem.handlers.router import EventRouter
 from tests.simulation.history import History, Run
 from tests.simulation.processes import PROCESS, Process
 

@@ -38,7 +38,7 @@ from integr8s_idem.config import KafkaSettings, ServiceSettings
 from integr8s_idem.errors import IdempotencyConflictError, InProgressError, LeaseLostError, StoreError
 from integr8s_idem.functions.decorator import idempotent
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
-from integr8s_idem.handlers.router import BatchCall, HandlerCall, RegisteredHandler, call_with_event
+from integr8s_idem.handlers.handler_calls import BatchCall, HandlerCall, RegisteredHandler, call_with_event
 from integr8s_idem.integrations.aiokafka import by_header
 from integr8s_idem.integrations.aiokafka import guarded as guarded_by_aiokafka
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone

@@ -12,7 +12,7 @@ from typing import Any
 import uvloop
 
 from integr8s_idem import Attempt, IdempotencyManager
-from integr8s_idem.engine import leases
+from integr8s_idem.engine import batch_leases, leases
 from integr8s_idem.records import Completion, Reserved
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Signal
@@ -51,7 +51,7 @@ class Checks(dict[tuple[str, int], Check]):
         if not hasattr(leases.HeldLease, "is_late"):
             return  # an older version without checks
         held: Any = leases.HeldLease
-        batches: Any = leases.BatchLeases
+        batches: Any = batch_leases.BatchLeases
         is_late, may_start = held.is_late, batches.may_start
 
         def watched_is_late(lease: leases.HeldLease) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from integr8s_idem import BaseEvent, EventRouter, Platform, Service
-from integr8s_idem.handlers.router import Batch
+from integr8s_idem.handlers.handler_calls import Batch
 from integr8s_idem.integrations.dishka import (
     FromDishka,
     IdempotencyProvider,

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from integr8s_idem import EventRouter, IdempotencyConfig, IdempotencyManager, IdempotentEventDispatcher
 from integr8s_idem.config import RedisStoreSettings
 from integr8s_idem.engine.work import Attempt
-from integr8s_idem.handlers.router import HandlerCall, RegisteredHandler
+from integr8s_idem.handlers.handler_calls import HandlerCall, RegisteredHandler
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
 from integr8s_idem.telemetry import Signal

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from integr8s_idem.config.sections import MOST_RESULT_BYTES
+from integr8s_idem.config.store_sections import MOST_RESULT_BYTES
 from integr8s_idem.records import Completion, Failure, IdempotencyRecord, Reserved
 from integr8s_idem.stores.dynamodb.items import (
     COMPLETED,

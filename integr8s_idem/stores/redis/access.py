@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from integr8s_idem.config import RedisClusterStoreSettings, RedisSentinelStoreSettings
-from integr8s_idem.config.sections import AnyRedisSettings
+from integr8s_idem.config.store_sections import AnyRedisSettings
 
 COMMANDS: Final = (
     *("evalsha", "script|load", "get", "set", "setrange", "time", "pttl", "pexpire"),

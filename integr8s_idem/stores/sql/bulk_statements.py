@@ -11,7 +11,7 @@ from sqlalchemy import Executable, Result
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.sql.compiler import SQLCompiler
 
-from integr8s_idem.stores.sql import statements
+from integr8s_idem.stores.sql import reserve_statements, statements
 from integr8s_idem.stores.sql.dialects import Dialect
 from integr8s_idem.stores.sql.driver_cursors import CompiledStatement, StatementResult, result_of
 from integr8s_idem.stores.sql.schema import PROCESSING, records
@@ -31,8 +31,8 @@ class BulkStatement:
 
 
 def reserve_rows(dialect: Dialect) -> BulkStatement:
-    """Return `statements.reserve_rows` for many rows; its result contains the rows after the statement."""
-    statement: Executable = statements.reserve_rows(dialect)
+    """Return `reserve_statements.reserve_rows` for many rows; its result contains the rows after the statement."""
+    statement: Executable = reserve_statements.reserve_rows(dialect)
     upsert = _MultiRowInsert(statement)
 
     async def insert_returning(connection: AsyncConnection, rows: Rows) -> StatementResult:
@@ -40,7 +40,9 @@ def reserve_rows(dialect: Dialect) -> BulkStatement:
 
     async def insert_and_select(connection: AsyncConnection, rows: Rows) -> StatementResult:
         await upsert(connection, rows)
-        return result_of(await connection.execute(statements.select_reserved(dialect, [row["key"] for row in rows])))
+        return result_of(
+            await connection.execute(reserve_statements.select_reserved(dialect, [row["key"] for row in rows]))
+        )
 
     if dialect.supports_arrays:
         return BulkStatement(with_arrays=CompiledStatement(statement))

@@ -28,7 +28,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 from integr8s_idem.stores import Surveyed
-from integr8s_idem.stores.sql import bulk_statements, record_admin, statements
+from integr8s_idem.stores.sql import bulk_statements, record_admin, reserve_statements, statements
 from integr8s_idem.stores.sql.batches import size_limited_batches, unique_key_batches
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.driver_cursors import (
@@ -96,7 +96,9 @@ class SqlIdempotencyRepository:
         self._dialect = dialect_of(engine.dialect.name)
         self._reserving = bulk_statements.reserve_rows(self._dialect)
         self._reserving_new = (
-            CompiledStatement(statements.reserve_new_row(self._dialect)) if self._dialect.supports_arrays else None
+            CompiledStatement(reserve_statements.reserve_new_row(self._dialect))
+            if self._dialect.supports_arrays
+            else None
         )
         self._settling = {status: bulk_statements.settle_rows(self._dialect, status) for status in (COMPLETED, FAILED)}
         self._has_indexes = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from sqlalchemy import (
@@ -19,9 +19,7 @@ from sqlalchemy import (
     delete,
     func,
     literal,
-    not_,
     null,
-    or_,
     select,
     text,
     true,
@@ -32,160 +30,11 @@ from sqlalchemy.types import TypeEngine
 
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores.sql import array_parameters
-from integr8s_idem.stores.sql.dialects import Changes, Dialect
+from integr8s_idem.stores.sql.dialects import Dialect
+from integr8s_idem.stores.sql.reserve_statements import latest
 from integr8s_idem.stores.sql.schema import PROCESSING, records
 
 _row = records.c
-
-
-def reserve_rows(dialect: Dialect) -> Any:
-    """Build an upsert that reserves available rows and returns all rows, including unavailable ones.
-
-    Execute it with one set of parameters per row, or with arrays of parameters; sort rows by key.  It writes every
-    existing row, with the old values if nothing changes: only then does the statement return the row that decided the
-    verdict, even with concurrent requests.
-    """
-    if not dialect.supports_arrays:
-        return _returning_rows(dialect, dialect.upsert(_insert_of_one_row(dialect), _row.key, _changes))
-    parameters = array_parameters.parameter_table(_RESERVATION_TYPES)
-    values = {
-        name: value if isinstance(value, ColumnElement) else literal(value, _row[name].type)
-        for name, value in _reservation(parameters.c.__getitem__, dialect.now).items()
-    }
-    rows = select(*values.values()).order_by(parameters.c.key.collate("C"))
-    insert = dialect.insert(records).from_select(list(values), rows)
-    return _returning_rows(dialect, dialect.upsert(insert, _row.key, _changes))
-
-
-def reserve_new_row(dialect: Dialect) -> Any:
-    """Build an upsert that reserves one new key, or returns the existing row unchanged.
-
-    It also writes existing rows, for the same reason as `reserve_rows`.  In PostgreSQL it takes a fifth of the time of
-    `reserve_rows`, whose changes to existing rows are planned and initialized even for new ones.
-    """
-    upsert = dialect.upsert(_insert_of_one_row(dialect), _row.key, lambda _: {"previous": _row.previous})
-    return _returning_rows(dialect, upsert)
-
-
-def _insert_of_one_row(dialect: Dialect) -> Any:
-    parameters = {name: bindparam(name, type_=type_) for name, type_ in _RESERVATION_TYPES.items()}
-    return dialect.insert(records).values(_reservation(parameters.__getitem__, dialect.now))
-
-
-def _returning_rows(dialect: Dialect, statement: Any) -> Any:
-    # The caller knows the time if the clock is that of this machine.
-    read_at = () if dialect.time_parameters() else (dialect.now.label("read_at"),)
-    return statement.returning(*_row, *read_at) if dialect.supports_returning else statement
-
-
-_RESERVATION_TYPES: Final[dict[str, TypeEngine[Any]]] = {
-    "key": _row.key.type,
-    "token": _row.token.type,
-    "lease": BigInteger(),
-    "retention": BigInteger(),
-    "fingerprint": _row.fingerprint.type,
-    "owner": _row.owner.type,
-    "trace": _row.trace.type,
-    "alone": Boolean(),
-}
-
-
-def _reservation(parameter: Callable[[str], ColumnElement[Any]], now: ColumnElement[int]) -> dict[str, Any]:
-    """Return the row for a new key."""
-    return {
-        "key": parameter("key"),
-        "status": PROCESSING,
-        "attempt": 1,
-        "fence": now,
-        "token": parameter("token"),
-        "lease_until": now + parameter("lease"),
-        "expires_at": now + parameter("retention"),
-        "previous": 0,
-        "fingerprint": parameter("fingerprint"),
-        "owner": parameter("owner"),
-        "trace": parameter("trace"),
-        "result_dropped": False,
-        "error": "",
-        "lapsed": 0,
-        "lapsed_alone": 0,
-        "alone": parameter("alone"),
-        "history_fence": now,
-    }
-
-
-def select_reserved(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:
-    """Select the rows after `reserve_rows` without RETURNING, in its transaction, which still locks them."""
-    return _latest(dialect, select(*_row, dialect.now.label("read_at")).where(_row.key.in_(keys)))
-
-
-def _latest(dialect: Dialect, query: Select[Any]) -> Select[Any]:
-    """Make `query` read the latest version of rows; at REPEATABLE READ a plain SELECT reads an older snapshot."""
-    return query.with_hint(records, dialect.primary_key_hint).with_for_update() if dialect.primary_key_hint else query
-
-
-def _changes(new: Any) -> Changes:
-    """Return the changes to an existing row: reserved anew, taken over, returned to its owner, or unchanged.
-
-    The current time is the fence of the new row.
-
-    MySQL assigns these columns one after the other, and each assignment sees the values written by earlier ones.  So
-    the history comes before the fence that it is compared with.  The five columns that the conditions depend on come
-    last, in an order that never changes whether the row is taken: once `status`, `fingerprint` and `token` are
-    assigned, a taken row is `own` with any lease, and `expires_at`, which makes a row `expired`, is assigned last.
-    """
-    now = new.fence
-    expired = _row.expires_at <= now
-    same_payload = or_(_row.fingerprint.is_(None), new.fingerprint.is_(None), _row.fingerprint == new.fingerprint)
-    open_ = and_(_row.status == PROCESSING, same_payload)
-    released = _row.lease_until.is_(None)
-    # A reservation with the same token: the response to an earlier call was lost.
-    own = and_(open_, _row.lease_until.is_not(None), _row.token == new.token)
-    free = and_(open_, or_(released, _row.lease_until <= now))
-
-    def where(*cases: tuple[ColumnElement[bool], Any], column: ColumnElement[Any]) -> ColumnElement[Any]:
-        """Use the value of the first matching case, or keep the value of the row."""
-        return case(*cases, else_=column)
-
-    def owner_value(name: str) -> ColumnElement[Any]:
-        """Use the value of the new owner; keep the value if the owner is the same."""
-        return where((expired, new[name]), (own, _row[name]), (free, new[name]), column=_row[name])
-
-    def counted(name: str, more: Any) -> ColumnElement[Any]:
-        """Count lapsed attempts: the last attempt has lapsed unless it was released."""
-        column = _row[name]
-        known = case((described, column), else_=0)
-        return where(
-            (expired, 0), (own, known), (and_(free, not_(released)), known + more), (free, known), column=column
-        )
-
-    # A worker of version 1 assigns a new fence, but leaves the history of an earlier attempt in the row.
-    described = _row.history_fence == _row.fence
-    next_fence = case((_row.fence >= new.fence, _row.fence + 1), else_=new.fence)
-
-    def fenced(name: str) -> ColumnElement[Any]:
-        """Return the fence of the row after the write."""
-        return where((expired, next_fence), (own, _row.fence), (free, next_fence), column=_row[name])
-
-    taken = or_(expired, own, free)
-    return {
-        "lapsed_alone": counted("lapsed_alone", case((and_(described, _row.alone), 1), else_=0)),
-        "lapsed": counted("lapsed", 1),
-        "alone": where((taken, new["alone"]), column=_row.alone),
-        "history_fence": fenced("history_fence"),
-        "attempt": where((expired, 1), (own, _row.attempt), (free, _row.attempt + 1), column=_row.attempt),
-        "fence": fenced("fence"),
-        "previous": where(
-            (expired, 0), (own, _row.previous), (and_(free, released), 1), (free, 2), column=_row.previous
-        ),
-        "owner": owner_value("owner"),
-        "trace": owner_value("trace"),
-        **{name: where((expired, null()), column=_row[name]) for name in ("settled_at", "result", "content_type")},
-        "result_dropped": where((expired, False), column=_row.result_dropped),
-        "error": where((expired, ""), column=_row.error),
-        "status": where((expired, PROCESSING), column=_row.status),
-        "fingerprint": owner_value("fingerprint"),
-        **{name: where((taken, new[name]), column=_row[name]) for name in ("token", "lease_until", "expires_at")},
-    }
 
 
 def renew_leases(dialect: Dialect, reservations: Sequence[Reserved], lease: int) -> list[Executable]:
@@ -218,7 +67,7 @@ def _held(
         return [change.returning(_row.key, _row.fence)]
     change = change.with_hint(dialect.primary_key_hint)
     # The change does not alter ownership, and its rows are still locked.
-    return [change, _latest(dialect, select(_row.key, _row.fence).where(owned))]
+    return [change, latest(dialect, select(_row.key, _row.fence).where(owned))]
 
 
 def _in_order(dialect: Dialect, rows: ColumnElement[bool]) -> ColumnElement[bool]:
@@ -305,7 +154,7 @@ def select_settled(dialect: Dialect, status: int, reservations: Sequence[Reserve
     found = select(_row.key, _row.fence).where(
         matches_any(dialect, fences, _row.key, _row.fence), _row.status == status, _row.expires_at > dialect.now
     )
-    return _latest(dialect, found)
+    return latest(dialect, found)
 
 
 def select_records(dialect: Dialect, keys: Sequence[str]) -> Select[Any]:

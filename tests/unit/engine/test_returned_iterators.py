@@ -40,10 +40,11 @@ from integr8s_idem import (
     idempotent,
     with_idempotency,
 )
-from integr8s_idem.engine.results import refuse_iterator, repeatable
+from integr8s_idem.engine.iterators import refuse_iterator
+from integr8s_idem.engine.results import repeatable
 from integr8s_idem.engine.work import Executed, HandlerFailed
 from integr8s_idem.errors import ApplicationError, ResultDecodeError
-from integr8s_idem.handlers.router import BatchCall, BatchSize, HandlerCall, RegisteredHandler
+from integr8s_idem.handlers.handler_calls import BatchCall, BatchSize, HandlerCall, RegisteredHandler
 from integr8s_idem.integrations import aiokafka, confluent
 from integr8s_idem.integrations.dishka import FromDishka, setup_dishka
 from integr8s_idem.records import Completed, IdempotencyStatus, Reserved

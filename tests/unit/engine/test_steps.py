@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from integr8s_idem.config import OnKeyReused
-from integr8s_idem.engine.steps import Once, Steps
+from integr8s_idem.engine.step_slots import Once
+from integr8s_idem.engine.steps import Steps
 from integr8s_idem.engine.work import Attempt, HandlerFailed, Outcome, Work
 from integr8s_idem.errors import (
     ApplicationError,

@@ -12,11 +12,11 @@ from dishka import FromDishka, Provider, Scope, make_async_container, provide
 
 from integr8s_idem import BaseEvent, EventRouter
 from integr8s_idem.config import Settings
-from integr8s_idem.config.sections import MemoryStoreSettings
+from integr8s_idem.config.store_sections import MemoryStoreSettings
 from integr8s_idem.engine.work import Executed, HandlerFailed, Outcome
 from integr8s_idem.errors import ApplicationError, PartialFailureError
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
-from integr8s_idem.handlers.router import Batch
+from integr8s_idem.handlers.handler_calls import Batch
 from integr8s_idem.integrations.dishka import (
     DispatcherProvider,
     EventContextProvider,

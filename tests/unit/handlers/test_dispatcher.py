@@ -29,7 +29,8 @@ from integr8s_idem.handlers.dispatcher import (
     IdempotentEventHandler,
     with_idempotency,
 )
-from integr8s_idem.handlers.router import EventRouter, HandlerCall, RegisteredHandler
+from integr8s_idem.handlers.handler_calls import HandlerCall, RegisteredHandler
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.records import Completed
 from integr8s_idem.testing.virtual_time import virtual_time

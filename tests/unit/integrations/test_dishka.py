@@ -21,7 +21,7 @@ from dishka import (
 from dishka.exceptions import ExitError, ImplicitOverrideDetectedError, NoFactoryError
 
 from integr8s_idem.config import IdempotencyConfig, Settings
-from integr8s_idem.config.sections import MemoryStoreSettings
+from integr8s_idem.config.store_sections import MemoryStoreSettings
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.steps import Steps
 from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed
@@ -29,7 +29,8 @@ from integr8s_idem.errors import ApplicationError, InvalidKeyError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.functions.decorator import idempotent
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
-from integr8s_idem.handlers.router import EventRouter, Outgoing
+from integr8s_idem.handlers.outgoing import Outgoing
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.integrations.dishka import (
     DispatcherProvider,
     EventContextProvider,

@@ -21,7 +21,8 @@ from prometheus_client import (
 from integr8s_idem.errors import UndecodableEventError
 from integr8s_idem.events import BaseEvent, EventDecoder
 from integr8s_idem.telemetry import Gauge, Phase, Signal, prometheus
-from integr8s_idem.telemetry.prometheus import BUCKETS, HELP, MAX_LABELS, MAX_REASONS, PrometheusObserver
+from integr8s_idem.telemetry.metric_help import HELP
+from integr8s_idem.telemetry.prometheus import BUCKETS, MAX_LABELS, MAX_REASONS, PrometheusObserver
 from integr8s_idem.worker import delivery_processor
 
 WITH_REASON = (Signal.DEAD_LETTER, Signal.UNDECODABLE, Signal.REPLAY_REFUSED)

@@ -17,7 +17,8 @@ from integr8s_idem.config import IdempotencyConfig, KafkaSettings, ServiceSettin
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.errors import PermanentError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.handlers.router import EventRouter, HandlerCall, RegisteredHandler
+from integr8s_idem.handlers.handler_calls import HandlerCall, RegisteredHandler
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.records import Completed, Reserved, ReserveRequest
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository

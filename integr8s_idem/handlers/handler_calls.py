@@ -1,0 +1,158 @@
+"""Registered handlers, and the calls of them with an event or a batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from integr8s_idem._util.fast_dataclass import quick
+from integr8s_idem._util.loop_fairness import turn_of_the_loop
+from integr8s_idem.engine.active_runs import ActiveRun, check_start, run_of
+from integr8s_idem.engine.results import materialized, refuse_generator
+from integr8s_idem.engine.work import Attempt, Transaction
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.events import BaseEvent, event_type_of
+from integr8s_idem.handlers.outgoing import Outgoing
+
+HandlerFunction = Callable[..., Awaitable[Any]]
+
+
+BeforeCommit = Callable[[Any, Transaction], Awaitable[None]]
+"""Called with the handler's result, in the transaction that its scope is about to commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """Maximum number of events of a batch, and how long the first event waits for others."""
+
+    most: int
+    wait: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Attempts and outgoing events of a batch, in the order of its events."""
+
+    attempts: Sequence[Attempt]
+    outgoing: Sequence[Outgoing]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCall:
+    """Arguments of a call of a batch handler."""
+
+    events: Sequence[BaseEvent]
+    batch: Batch
+
+    runs: Sequence[ActiveRun | None] = ()
+    """The runs of its events."""
+
+    @property
+    def argument(self) -> list[BaseEvent]:
+        """First argument of the handler."""
+        return list(self.events)
+
+    async def check_start(self) -> None:
+        """Check that enough of the leases is left.  Await this immediately before the handler is called.
+
+        Raises:
+            LateStartError: Too little of a lease is left.
+        """
+        await turn_of_the_loop()
+        for run in self.runs:
+            check_start(run)
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class HandlerCall:
+    """Arguments of a call of a handler."""
+
+    event: BaseEvent
+    attempt: Attempt
+    outgoing: Outgoing
+    before_commit: BeforeCommit | None = None
+    """Set for transactional handlers; `Invoke` awaits it after the handler, in the handler's transaction."""
+
+    @property
+    def argument(self) -> BaseEvent:
+        """First argument of the handler."""
+        return self.event
+
+    async def check_start(self) -> None:
+        """Check that enough of the lease is left.  Await this immediately before the handler is called.
+
+        Raises:
+            LateStartError: Too little of the lease is left.
+        """
+        await turn_of_the_loop()
+        check_start(run_of(self.attempt))
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredHandler:
+    """A handler that was registered on a router."""
+
+    event: type[BaseEvent]
+    name: str
+    """Part of its keys: if it changes, events that were handled before are handled again when redelivered."""
+    function: HandlerFunction
+    batch: BatchSize | None = None
+    """Set for batch handlers."""
+
+    @property
+    def event_type(self) -> str:
+        return event_type_of(self.event)
+
+    @property
+    def returns(self) -> HandlerFunction | None:
+        """Function whose return annotation is the type of an event's result; `None` for batch handlers."""
+        return self.function if self.batch is None else None
+
+
+async def call_with_event(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
+    """Call a handler whose only argument is its event, or its list of events."""
+    await call.check_start()
+    return await handler.function(call.argument)
+
+
+def returned_by(handler: RegisteredHandler, result: Any) -> Any:
+    """Read iterators in the result of `handler`; for a batch handler, also in the results of single events.
+
+    Call this while the handler's dependencies are open, because a lazy iterator may use them.
+    """
+    result = materialized(result, handler.returns)
+    if handler.batch is not None and isinstance(result, list | tuple):
+        return [materialized(each) for each in result]
+    return result
+
+
+def name_of(function: HandlerFunction) -> str:
+    """Return the name of a function, to use in its keys.
+
+    Raises:
+        ApplicationError: The function has no name, for example since it is a lambda.
+    """
+    name = getattr(function, "__name__", "<nameless>")
+    if not name.isidentifier():
+        raise ApplicationError(f"{function!r} has no name to use in its keys: set name=…")
+    return str(name)
+
+
+def async_function(function: HandlerFunction) -> HandlerFunction:
+    """Return `function` if it is async.
+
+    Raises:
+        ApplicationError: It is a plain function, whose result cannot be awaited, or a generator.
+    """
+    refuse_generator(function)
+    inner = inspect.unwrap(getattr(function, "func", function))
+    if getattr(inner, "__name__", "") == "<lambda>":
+        return function  # a lambda may return a coroutine
+    if not (inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))):  # noqa: B004
+        name = getattr(function, "__qualname__", function)
+        raise ApplicationError(f"handler {name!s} is not an async function: define it with async def")
+    return function
