@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Protocol
 
 from integr8s_idem.engine.leases import HeldLease, LateStartError
 from integr8s_idem.engine.work import Attempt, Work
@@ -13,10 +14,18 @@ from integr8s_idem.errors import ApplicationError
 from integr8s_idem.records import InProgress
 
 
+class StepsOfRun(Protocol):
+    """The steps that a run has requested."""
+
+    def report_orphans(self) -> None:
+        """Report steps that an earlier attempt completed and this one, which has returned, did not request."""
+        ...
+
+
 class ActiveRun:
     """A run in progress."""
 
-    __slots__ = ("_ended", "among", "at_end", "attempt", "commits_itself", "is_over", "lease", "outer", "steps", "work")
+    __slots__ = ("_ended", "among", "attempt", "commits_itself", "is_over", "lease", "outer", "steps", "work")
     attempt: Attempt
     """Set when the run starts."""
 
@@ -32,10 +41,8 @@ class ActiveRun:
         self.commits_itself = commits_itself
         self.outer: ActiveRun | None = None
         """The run that started this one, if any."""
-        self.at_end: Sequence[Callable[[], None]] = ()
-        """Functions to call when the work has returned."""
-        self.steps: object = None
-        """The `Steps` of the run, once requested."""
+        self.steps: StepsOfRun | None = None
+        """The steps of the run, once requested."""
         self.is_over = False
         """Whether the work has returned or raised; tasks that it started may still be running."""
         self._ended: asyncio.Future[None] | None = None
@@ -113,7 +120,7 @@ class ActiveRuns:
             del self._by_key[run.attempt.key]
         run.end()
         # The key may have been reserved again under this token, and the next run needs its own reservation.
-        run.work.token = b""
+        run.work.forget_token()
 
     @contextmanager
     def within(self, run: ActiveRun) -> Iterator[None]:

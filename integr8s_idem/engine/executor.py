@@ -108,7 +108,7 @@ class Executor(RunServices):
                 span.annotate("idempotency.verdict", type(verdict).__name__)
         except asyncio.CancelledError:
             # The reservation is released under this token, so the next attempt must use another one.
-            work.token = b""
+            work.forget_token()
             raise
         except StoreUnavailableError:
             run = self.unreserved(work, options)
@@ -372,7 +372,7 @@ class Executor(RunServices):
         """Report the verdict of the store."""
         reserved = isinstance(verdict, Reserved)
         if reserved:
-            work.token = b""
+            work.forget_token()
         if not work.known:
             work.known = True
             fresh = reserved and verdict.previous is Previous.NONE  # type: ignore[union-attr]

@@ -101,7 +101,7 @@ class Run(ActiveRun):
         super().__init__(services.runs, work, lease, options.writes_outcome)
         self._services = services
         self.options = options
-        self.writer = OutcomeWriter(services.client, work) if options.writes_outcome else None
+        self.writer = OutcomeWriter(services.client, work, lease) if options.writes_outcome else None
 
     def is_late(self) -> bool:
         """Whether too little of the lease is left to start the work now."""
@@ -351,21 +351,19 @@ class Run(ActiveRun):
         lease = self.lease
         if lease is not None:
             lease.drop()
-            self.work.token = lease.reservation.token
+            self.work.keep_token(lease.reservation)
 
     # Internals.
 
     def _begin_attempt(self, lease: HeldLease) -> Attempt:
         reserved, key = lease.reservation, self.work.key
-        if self.writer is not None:
-            self.writer.reserved = reserved
         attempt = Attempt(reserved.key, reserved.attempt, reserved.fence, lease.deadline, key.label, key.generation)
         self.attempt = attempt
         return attempt
 
     def _returned(self, lease: HeldLease, value: T) -> Returned[T]:
-        for call in self.at_end:
-            call()
+        if self.steps is not None:
+            self.steps.report_orphans()
         if self.writer is not None:
             return Returned(self, value, None)
         return Returned(self, value, self._services.client.outcome_of(self.work, lease.reservation, value))

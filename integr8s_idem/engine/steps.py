@@ -72,8 +72,6 @@ class Steps:
         self._run = run
         self._slots = StepSlots(space, repository, run)
         self._asked: set[str] = set()
-        if run.attempt.number > 1 or run.attempt.generation:
-            run.at_end = (*run.at_end, self._report_orphans)
 
     async def run(
         self,
@@ -217,7 +215,11 @@ class Steps:
             raise ResultDroppedError(label)
         return decode_result(label, without_step_name(done.result), return_type_of(function))
 
-    def _report_orphans(self) -> None:
+    def report_orphans(self) -> None:
+        """Report steps that an earlier attempt completed and this one, which has returned, did not request."""
+        attempt = self._run.attempt
+        if attempt.number == 1 and not attempt.generation:
+            return  # there was no earlier attempt
         orphans = self._slots.not_among({mark_of(name) for name in self._asked})
         if not orphans:
             return
@@ -225,8 +227,8 @@ class Steps:
         logger.warning(
             "%s: attempt %d ended without requesting step %s, which an earlier run completed.  If the step was "
             "renamed, it ran twice",
-            self._run.attempt.label,
-            self._run.attempt.number,
+            attempt.label,
+            attempt.number,
             ", ".join(orphans),
         )
 

@@ -14,7 +14,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from integr8s_idem._util.tokens import new_token
 from integr8s_idem.config import IdempotencyConfig, OnStoreError
 from integr8s_idem.config.message_text import text_of
 from integr8s_idem.config.urls import redacted
@@ -96,11 +95,9 @@ class StoreClient:
             ApplicationError: The manager was used before this process was forked.
         """
         self.home.check()
-        if not work.token:
-            work.token = new_token()
         return ReserveRequest(
             key=self.space.full(work.key),
-            token=work.token,
+            token=work.token_for_reserve(),
             lease=self._lease,
             retention=self._retention if work.ttl is None else max(work.ttl, self._longest_unsettled),
             fingerprint=work.fingerprint,

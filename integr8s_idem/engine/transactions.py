@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from integr8s_idem.engine.leases import HeldLease
 from integr8s_idem.engine.store_client import StoreClient
 from integr8s_idem.engine.work import Attempt, Executed, Transaction, Work
 from integr8s_idem.errors import StoreError
@@ -18,11 +19,11 @@ T = TypeVar("T")
 class OutcomeWriter:
     """Writes the outcome of one run in the same transaction as the run's own writes."""
 
-    def __init__(self, store_client: StoreClient, work: Work) -> None:
+    def __init__(self, store_client: StoreClient, work: Work, lease: HeldLease | None) -> None:
+        """`lease`: `None` for a run without a reservation, whose outcome is not recorded."""
         self._client = store_client
         self._work = work
-        self.reserved: Reserved | None = None
-        """`None` for a run without a reservation, whose outcome is not recorded."""
+        self._lease = lease
         self.written = False
         self.refused = False
         """Whether the reservation was no longer held by this process, so that the transaction must not commit."""
@@ -39,8 +40,8 @@ class OutcomeWriter:
         try:
             if messages:
                 await transaction.send(messages)
-            if self.reserved is not None:
-                await self._complete(value, self.reserved, transaction)
+            if self._lease is not None:
+                await self._complete(value, self._lease.reservation, transaction)
             else:
                 await transaction.remember_nothing()
         except StoreError as error:

@@ -9,11 +9,12 @@ from enum import Enum
 from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 
 from integr8s_idem._util.fast_dataclass import quick
+from integr8s_idem._util.tokens import new_token
 from integr8s_idem.config import OnFailure, OnKeyReused
 from integr8s_idem.errors import StoreError
 from integr8s_idem.events import Message
 from integr8s_idem.keys import Key, downstream_key, first_generation_key
-from integr8s_idem.records import Completed, Completion, Corrupt, Failed, InProgress, KeyReused
+from integr8s_idem.records import Completed, Completion, Corrupt, Failed, InProgress, KeyReused, Reserved
 
 T = TypeVar("T")
 
@@ -124,12 +125,26 @@ class Work:
     aborted_runs: int = 0
     """Number of runs that the database rolled back: attempts, but not failures."""
     token: bytes = b""
-    """Reused after a `reserve` without an answer, to find its reservation; if empty, a new token is made."""
+    """Kept after a `reserve` without an answer, so that the next one finds its reservation; empty: not reserved yet."""
     isolation: Isolation = Isolation.NONE
     returns: Callable[..., object] | None = None
     """The function whose return annotation is the type of the result; unknown if `None`."""
     fence: int = 0
     """Fence of the last reservation, so that it is not counted twice if found again."""
+
+    def token_for_reserve(self) -> bytes:
+        """Return the token that is kept, or a new one."""
+        if not self.token:
+            self.token = new_token()
+        return self.token
+
+    def keep_token(self, reservation: Reserved) -> None:
+        """Let the next `reserve` find this reservation: it counts as the same attempt."""
+        self.token = reservation.token
+
+    def forget_token(self) -> None:
+        """Let the next `reserve` be an attempt of its own."""
+        self.token = b""
 
 
 @quick

@@ -67,7 +67,7 @@ class Pipeline:
         self._slots = processor.slots
         self._isolation = processor.isolation
         self._isolation.when_opened.append(self._resume)
-        self._slots.when_free = self._schedule
+        self._slots.on_free(self._schedule)
         self._lanes = Lanes(ordering)
         self._finish = finish
         self._left = left

@@ -17,8 +17,11 @@ class Slots:
     def __init__(self, number: int) -> None:
         self._free = number
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self.when_free: Callable[[], None] = lambda: None
-        """Called when a slot is released and has no waiter."""
+        self._notify: Callable[[], None] = lambda: None
+
+    def on_free(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever a slot is released that nobody waits for."""
+        self._notify = callback
 
     def try_acquire(self) -> bool:
         """Acquire a slot without waiting; return `False` if none is free."""
@@ -50,4 +53,4 @@ class Slots:
                 turn.set_result(None)
                 return
         self._free += 1
-        self.when_free()
+        self._notify()

@@ -42,9 +42,9 @@ async def test_waiters_are_served_in_order_and_cannot_be_overtaken() -> None:
 
 
 @virtual_time
-async def test_when_free_is_called_only_if_nobody_waits() -> None:
+async def test_a_free_slot_is_reported_only_if_nobody_waits() -> None:
     slots, times = Slots(1), list[float]()
-    slots.when_free = lambda: times.append(asyncio.get_running_loop().time())
+    slots.on_free(lambda: times.append(asyncio.get_running_loop().time()))
 
     async def work() -> None:
         async with slots:
@@ -56,9 +56,9 @@ async def test_when_free_is_called_only_if_nobody_waits() -> None:
 
 
 @virtual_time
-async def test_when_free_may_acquire_the_slot() -> None:
+async def test_the_callback_of_a_free_slot_may_acquire_it() -> None:
     slots, acquired = Slots(1), list[bool]()
-    slots.when_free = lambda: acquired.append(slots.try_acquire())
+    slots.on_free(lambda: acquired.append(slots.try_acquire()))
     slots.try_acquire()
 
     slots.release()
