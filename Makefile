@@ -103,12 +103,13 @@ bench: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## every question of benchmarks
 	@$(BIN)/python -m benchmarks.tables
 	@$(BIN)/python -m benchmarks.guard
 
-check: $(SETUP)  ## style, types, layers, spelling, docstrings, workflows
+check: $(SETUP)  ## style, types, layers, spelling, wording, docstrings, workflows
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m tests.packaging.spelling
+	@$(BIN)/python -m tests.packaging.wording
 	@$(BIN)/python -m tests.packaging.docstrings
 	@$(BIN)/zizmor --offline --quiet --no-progress --pedantic --strict-collection .github/workflows
 

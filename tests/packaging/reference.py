@@ -138,14 +138,15 @@ def page(name: str) -> str:
 
 def public(module: str) -> list[Any]:
     """Return the public objects of a module: its `__all__`, or all it defines without a leading underscore."""
-    things = [_module(module).members[name] for name in offered(module)]
+    found = _module(module)
+    names = sorted(map(str, found.exports or _defined_in(found)), key=str.lower)
+    things = [found.members[name] for name in names]
     return [thing for thing in things if _is_public(thing) and (thing.docstring is not None or not thing.is_attribute)]
 
 
-def offered(module: str) -> list[str]:
-    """The names that can be imported from a module, those of other packages too."""
-    found = _module(module)
-    return sorted(map(str, found.exports or _defined_in(found)), key=str.lower)
+def exports(module: str) -> set[str]:
+    """Return the names in the `__all__` of a module, including those of other packages."""
+    return set(map(str, _module(module).exports or ()))
 
 
 def _defined_in(module: Any) -> Iterator[str]:

@@ -24,9 +24,10 @@ DEMO = "examples/demo/"
 def public_names() -> frozenset[str]:
     """Each public name with each module that it can be imported from."""
     modules = {module for page in reference.PAGES.values() for module in page} | {"errors"}
-    package = reference.PACKAGE
     return frozenset(
-        f"{package}.{module}.{name}".replace("..", ".") for module in modules for name in reference.offered(module)
+        f"{reference.PACKAGE}.{module}.{name}".replace("..", ".")
+        for module in modules
+        for name in reference.exports(module) | {thing.name for thing in reference.public(module)}
     )
 
 
