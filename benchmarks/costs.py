@@ -281,7 +281,7 @@ def _spreads(rounds: list[Costs]) -> Flat:
 
 
 async def _sizes(client: Redis, keys: list[bytes]) -> Flat:
-    """Measure `MEMORY USAGE` of records without and with a result, told apart by length."""
+    """Measure `MEMORY USAGE` of records without and with a result, distinguished by length."""
     sizes_by_kind: defaultdict[bool, list[int]] = defaultdict(list)
     for key in keys:
         sizes = sizes_by_kind[await client.strlen(key) > len(RESULT)]

@@ -22,10 +22,15 @@ KEYS: Final = ("local_duplicate",)
 async def measure(options: Options, progress: Progress) -> Flat:
     """Measure each figure of this benchmark."""
     async with redis_environment() as env:
-        guards: dict[str, Guard] = {"ours": Integr8sIdem(await env.manager("bench", local=True)), "raw": RawRedis(env)}
+        guards: dict[str, Guard] = {
+            "integr8s_idem": Integr8sIdem(await env.manager("bench", local=True)),
+            "raw": RawRedis(env),
+        }
         turns = {name: await duplicate(guard, f"{name}-local", 1) for name, guard in guards.items()}
-        turns["ours"] = _without_store_calls(env.plain_client(), turns["ours"])
-        results = await compare(Comparison("local_c1", turns, {"local_duplicate": ("ours", "raw")}), options, progress)
+        turns["integr8s_idem"] = _without_store_calls(env.plain_client(), turns["integr8s_idem"])
+        results = await compare(
+            Comparison("local_c1", turns, {"local_duplicate": ("integr8s_idem", "raw")}), options, progress
+        )
         return results | {"local.server": env.version}
 
 

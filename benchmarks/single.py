@@ -61,14 +61,18 @@ async def measure(options: Options, progress: Progress) -> Flat:
 async def _comparisons(env: RedisEnvironment) -> AsyncIterator[Comparison]:
     library, raw = await _this_library(env), RawRedis(env)
     peers: Mapping[str, Guard] = {"idemkit": Idemkit(env), "idempotency_kit": IdempotencyKit(env)}
-    sequential: Mapping[str, Guard] = {"ours": library, "raw": raw, "powertools_sync": Powertools(env)}
-    concurrent: Mapping[str, Guard] = {"ours": library, "raw": raw, **peers}
-    vs_peers = {f"vs_{name}_fresh_c64": ("ours", name) for name in peers}
-    yield Comparison("fresh_c1", _new_keys(sequential, 1), {"single_fresh_c1": ("ours", "raw")})
-    yield Comparison("fresh_c64", _new_keys(concurrent, CONCURRENCY), {"single_fresh_c64": ("ours", "raw"), **vs_peers})
-    yield Comparison("duplicate_c1", await _duplicates(sequential, 1), {"single_duplicate_c1": ("ours", "raw")})
+    sequential: Mapping[str, Guard] = {"integr8s_idem": library, "raw": raw, "powertools_sync": Powertools(env)}
+    concurrent: Mapping[str, Guard] = {"integr8s_idem": library, "raw": raw, **peers}
+    vs_peers = {f"vs_{name}_fresh_c64": ("integr8s_idem", name) for name in peers}
+    yield Comparison("fresh_c1", _new_keys(sequential, 1), {"single_fresh_c1": ("integr8s_idem", "raw")})
     yield Comparison(
-        "duplicate_c64", await _duplicates(concurrent, CONCURRENCY), {"single_duplicate_c64": ("ours", "raw")}
+        "fresh_c64", _new_keys(concurrent, CONCURRENCY), {"single_fresh_c64": ("integr8s_idem", "raw"), **vs_peers}
+    )
+    yield Comparison(
+        "duplicate_c1", await _duplicates(sequential, 1), {"single_duplicate_c1": ("integr8s_idem", "raw")}
+    )
+    yield Comparison(
+        "duplicate_c64", await _duplicates(concurrent, CONCURRENCY), {"single_duplicate_c64": ("integr8s_idem", "raw")}
     )
 
 
@@ -129,28 +133,28 @@ async def _check_answers(guard: Guard, name: str, keys: Iterable[str]) -> None:
 
 async def _latency(library: Guard, raw: Guard, options: Options, progress: Progress) -> Flat:
     """Measure the p99 of single calls. The contestants alternate call by call, so that hiccups affect both equally."""
-    ratios, tails = [], {"ours": [0.0], "raw": [0.0]}
+    ratios, tails = [], {"integr8s_idem": [0.0], "raw": [0.0]}
     keys = {name: fresh_keys(f"{name}-latency") for name in tails}
     for number in range(options.rounds + 1):
-        taken: dict[str, list[float]] = {"ours": [], "raw": []}
-        handled = {"ours": library.handled, "raw": raw.handled}
+        taken: dict[str, list[float]] = {"integr8s_idem": [], "raw": []}
+        handled = {"integr8s_idem": library.handled, "raw": raw.handled}
         for call in range(CALLS if number else CALLS // 5):
-            for name, guard in rotated([("ours", library), ("raw", raw)], call):
+            for name, guard in rotated([("integr8s_idem", library), ("raw", raw)], call):
                 await asyncio.sleep(PAUSE)
                 start = time.perf_counter()
                 await guard.once(next(keys[name]))
                 taken[name].append(time.perf_counter() - start)
-        for name, guard in (("ours", library), ("raw", raw)):
+        for name, guard in (("integr8s_idem", library), ("raw", raw)):
             done = guard.handled - handled[name]
             ensure(done == len(taken[name]), f"{name}: {done} of {len(taken[name])} single calls handled")
         if number:
             p99 = {name: sorted(times)[int(len(times) * 0.99)] * 1e6 for name, times in taken.items()}
-            ratios.append(p99["ours"] / p99["raw"])
+            ratios.append(p99["integr8s_idem"] / p99["raw"])
             for name, value in p99.items():
                 tails[name].append(value)
-            progress(f"round {number}: p99 this library {p99['ours']:.0f} µs, raw {p99['raw']:.0f} µs")
+            progress(f"round {number}: p99 this library {p99['integr8s_idem']:.0f} µs, raw {p99['raw']:.0f} µs")
     key = "latency_p99_ratio"
     results = spread_of(key, ratios)
     progress(f"{key} = {results[key]} ({results[f'{key}.min']}..{results[f'{key}.max']})")
-    results |= spread_of(f"{key}.us", tails["ours"][1:]) | spread_of(f"{key}.partner_us", tails["raw"][1:])
+    results |= spread_of(f"{key}.us", tails["integr8s_idem"][1:]) | spread_of(f"{key}.partner_us", tails["raw"][1:])
     return results

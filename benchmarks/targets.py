@@ -94,7 +94,7 @@ _CROSSING: Final = "does not cover side effects outside this database"
 _UNGUARDED: Final = "duplicates are not detected"
 
 GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
-    "ours": _GUARDED,
+    "integr8s_idem": _GUARDED,
     "raw": _BY_HAND,
     "idemkit": (
         "claims by token in Lua; the lease is renewed while the function runs; the result is replayed",

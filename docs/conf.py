@@ -15,7 +15,7 @@ extensions = ["myst_parser", "sphinx_copybutton"]
 myst_heading_anchors = 4  # as deep as pages link: errors.md#leaselosterror
 highlight_language = "text"  # a block that does not say what it is in is in nothing
 language = "en-GB"
-smartquotes_action = "qe"  # quotes and ellipses; two hyphens begin an option, and are no dash
+smartquotes_action = "qe"  # quotes and ellipses; two hyphens begin an option
 
 html_theme = "furo"
 html_title = project

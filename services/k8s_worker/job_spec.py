@@ -87,16 +87,16 @@ def deadline_seconds(command: CreatePodCommand, settings: PlatformSection) -> in
     return math.ceil(settings.kubernetes.start_seconds + command.timeout_seconds) + slack
 
 
-def is_ours(job: Mapping[str, Any]) -> bool:
+def belongs_to_platform(job: Mapping[str, Any]) -> bool:
     """Return whether a k8s worker of this platform created the Job."""
     return bool(_metadata(job, "labels").get(MANAGED_BY) == MANAGER)
 
 
 def runs_the_same(job: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Return whether the existing Job was created from the same command as `wanted`."""
-    return is_ours(job) and _metadata(job, "annotations").get(FINGERPRINT) == _metadata(wanted, "annotations").get(
-        FINGERPRINT
-    )
+    return belongs_to_platform(job) and _metadata(job, "annotations").get(FINGERPRINT) == _metadata(
+        wanted, "annotations"
+    ).get(FINGERPRINT)
 
 
 def _metadata(job: Mapping[str, Any], field: str) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from integr8s_idem.errors import PermanentError
 from services.events import CreatePodCommand
 from services.k8s_worker.cluster import Cluster, ClusterError, RefusedError
 from services.k8s_worker.connection import connected
-from services.k8s_worker.job_spec import CONTAINER, deadline_seconds, is_ours, job_of, runs_the_same
+from services.k8s_worker.job_spec import CONTAINER, belongs_to_platform, deadline_seconds, job_of, runs_the_same
 from services.k8s_worker.pod_status import (
     Object,
     ended_pod,
@@ -73,7 +73,7 @@ class KubernetesRunner:
 
     async def discard(self, pod_name: str) -> None:
         job = await self._cluster.job(pod_name)
-        if job is not None and is_ours(job):
+        if job is not None and belongs_to_platform(job):
             await self._cluster.delete_job(job, pods_first=False)
 
     async def _made_or_found(self, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import signal
 from typing import Final
 
 from tests.campaigns.figures import Campaign, Figures, ViolationError
-from tests.crashes.crew import WorkerGroup
 from tests.crashes.forks import ForkServer
 from tests.crashes.ground import open_servers
+from tests.crashes.worker_group import WorkerGroup
 
 WORKERS: Final = 3
 JOBS_A_SECOND: Final = 60.0

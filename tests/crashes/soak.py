@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Final
 
 from tests.campaigns.figures import Campaign, Figures, ViolationError
-from tests.crashes.crew import WorkerGroup
 from tests.crashes.forks import ForkedWorker, ForkServer
 from tests.crashes.ground import Servers, open_servers
 from tests.crashes.judging import log_tail
 from tests.crashes.samples import Sample, Slope, samples_of, slope
+from tests.crashes.worker_group import WorkerGroup
 
 WORKERS: Final = 2
 """Number of workers in addition to the survivor."""

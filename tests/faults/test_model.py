@@ -19,7 +19,7 @@ from integr8s_idem.testing.virtual_time import virtual_time
 from tests.model.campaign import CAMPAIGN
 from tests.model.delivery import StoreCall
 from tests.model.explorer import explore
-from tests.model.protocol import OURS, VARIANTS
+from tests.model.protocol import LIBRARY, VARIANTS
 from tests.model.state import Faults, Lease, Record, Request, Rule, Setup, Verb
 from tests.model.store import Answer
 from tests.model.surroundings import Machine
@@ -73,7 +73,7 @@ def test_the_protocol_keeps_the_rules_that_a_variant_breaks(name: str) -> None:
 
     assert counterexample is not None
     assert counterexample.rule in variant.breaks
-    assert explore(Machine(variant.setup, OURS)).counterexample is None
+    assert explore(Machine(variant.setup, LIBRARY)).counterexample is None
 
 
 def test_a_counterexample_is_printed_as_a_readable_table() -> None:
@@ -100,8 +100,8 @@ def test_a_counterexample_is_printed_as_a_readable_table() -> None:
 def test_memoizing_moves_does_not_change_the_result() -> None:
     setup = TWO_WORKERS[2]
 
-    quick = explore(Machine(setup, OURS))
-    plain = explore(Machine(setup, OURS), remember=False)
+    quick = explore(Machine(setup, LIBRARY))
+    plain = explore(Machine(setup, LIBRARY), remember=False)
 
     assert (quick.states, quick.steps, quick.depth) == (plain.states, plain.steps, plain.depth)
 
@@ -110,7 +110,7 @@ async def test_every_record_transition_of_the_model_matches_the_real_store() -> 
     calls: set[StoreCall] = set()
 
     for setup in TWO_WORKERS:
-        machine = Machine(setup, OURS)
+        machine = Machine(setup, LIBRARY)
         machine.deliveries.calls = calls
         assert explore(machine).counterexample is None
 

@@ -23,10 +23,10 @@ from integr8s_idem.engine.work import SUSPECT_AFTER
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from tests.campaigns.figures import ViolationError
 from tests.crashes import random_kills, soak
-from tests.crashes.crew import WorkerGroup
 from tests.crashes.forks import ForkServer
 from tests.crashes.ground import Servers, open_servers
 from tests.crashes.jobs import Job
+from tests.crashes.worker_group import WorkerGroup
 from tests.kafka_faults import servers
 from tests.kafka_faults.application import TaskGiven
 from tests.kafka_faults.tools import need_kafka

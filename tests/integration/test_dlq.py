@@ -374,7 +374,7 @@ async def test_the_commands_in_the_guide_work(
         assert "0 dead letters" not in answer.out.splitlines()
 
     assert len(TYPED) == 7
-    assert (tmp_path / "letters.jsonl").read_text().count("\n") == 20
+    assert (tmp_path / "dead-letters.jsonl").read_text().count("\n") == 20
 
 
 async def test_the_code_in_the_guide_replays_a_dead_letter(settings: KafkaSettings, source: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.operating_letters import figures
+from benchmarks.operating_dead_letters import figures
 from tests.support.kafka import Kafka
 
 DEAD_LETTERS, BYTES = 1_000, 60_000

@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 from tests.model.configurations import CONFIGURATIONS
 from tests.model.explorer import explore
-from tests.model.protocol import OURS, VARIANTS
+from tests.model.protocol import LIBRARY, VARIANTS
 from tests.model.state import Rule
 from tests.model.surroundings import Machine
 from tests.model.telling import as_json, table, tell
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.variant is None and asked.config is None:
         _list()
         return 0
-    setup, protocol = CONFIGURATIONS[asked.config or 0], OURS
+    setup, protocol = CONFIGURATIONS[asked.config or 0], LIBRARY
     if asked.variant is not None:
         variant = VARIANTS[asked.variant]
         protocol = variant.protocol

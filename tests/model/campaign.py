@@ -10,7 +10,7 @@ from __future__ import annotations
 from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.model.configurations import CONFIGURATIONS
 from tests.model.explorer import explore
-from tests.model.protocol import OURS
+from tests.model.protocol import LIBRARY
 from tests.model.state import Rule
 from tests.model.surroundings import Machine
 from tests.model.telling import table
@@ -24,7 +24,7 @@ def run(first: int, count: int) -> Figures:
     """
     figures = Figures()
     for number, setup in enumerate(CONFIGURATIONS[first : first + count], first):
-        seen = explore(Machine(setup, OURS))
+        seen = explore(Machine(setup, LIBRARY))
         found = seen.counterexample
         lost = int(found is not None and found.rule is Rule.LOST)
         figures.update(configurations=1, states=seen.states, steps=seen.steps, lost=lost)

@@ -1,6 +1,6 @@
 """The protocol as switches, and variants that show what each switch prevents.
 
-`OURS` is the protocol of the library. Every variant changes a switch, and has the bug that its name describes.
+`LIBRARY` is the protocol of the library. Every variant changes a switch, and has the bug that its name describes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Protocol:
     only_the_present_epoch_commits: bool = True
 
 
-OURS = Protocol()
+LIBRARY = Protocol()
 
 
 @dataclass(frozen=True, slots=True)

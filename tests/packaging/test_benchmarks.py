@@ -153,7 +153,7 @@ def test_the_flame_graph_is_small_and_does_not_contain_paths_of_the_machine() ->
     drawn = GRAPH.read_text(encoding="utf-8")
 
     assert len(drawn) < 500_000
-    assert "Crew" in drawn
+    assert "Pipeline" in drawn
     assert "(/" not in drawn
     assert str(ROOT) not in drawn
     assert "site-packages" not in drawn

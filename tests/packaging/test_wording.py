@@ -36,7 +36,7 @@ def test_a_phrase_to_avoid_is_found(line: str, phrase: str) -> None:
         "dead_letter_of(topic)",
         "a dead letter, or two dead-letter topics",
         "of yours, hours, amended",
-        "in lower-case letter case",
+        "lowercase letters, digits and hyphens, starting with a letter",
     ],
 )
 def test_english_is_left_alone(line: str) -> None:

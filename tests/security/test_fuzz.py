@@ -30,7 +30,7 @@ def test_no_input_of_the_campaign_breaks_a_promise() -> None:
     for kind in (
         "sent_responses",
         "replayed_responses",
-        "letters_shown",
+        "dead_letters_shown",
         "records_shown",
         "lines_shown",
         "lines_logged",

@@ -94,7 +94,7 @@ def _dead_letter(random: Random) -> Figures:
     must_be_harmless(_LIST_FORMAT.line(dead_letter))
     must_be_harmless(details_text(details, payload=random.random() < 0.5))
     must_be_harmless("\n".join(tally_lines([(Group.of(dead_letter), 1)])))
-    return Figures(letters_shown=1)
+    return Figures(dead_letters_shown=1)
 
 
 def _record(random: Random) -> Figures:

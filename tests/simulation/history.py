@@ -100,7 +100,7 @@ class History:
         )
 
     def violate(self, rule: str, text: str) -> None:
-        """Report a violated guarantee; `rule` is its letter in docs/decisions/0018."""
+        """Report a violated guarantee; `rule` is its code in docs/decisions/0018."""
         if self.closed:
             return
         self.note("VIOLATION", rule, text)

@@ -17,7 +17,7 @@ REACHED = {key: target.bound for key, target in TARGETS.items()} | {f"{key}.roun
 
 @pytest.fixture(autouse=True)
 def no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the present figures are excused for is no matter here."""
+    """The excuses for the current figures do not matter here."""
     plain = {key: Target(target.meaning, target.bound, target.at_most, noise=0.25) for key, target in TARGETS.items()}
     monkeypatch.setattr("benchmarks.guard.TARGETS", plain)
 

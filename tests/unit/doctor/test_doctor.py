@@ -80,9 +80,9 @@ def test_a_finding_is_one_line() -> None:
 
 
 def test_a_setting_is_followed_by_its_value() -> None:
-    result = Finding(Code.SETTINGS_MISTAKE, Severity.ERROR, "kafka.client_id", "= 3 is no text", "", "")
+    result = Finding(Code.SETTINGS_MISTAKE, Severity.ERROR, "kafka.client_id", "= 3 is not a string", "", "")
 
-    assert as_text([result]) == "error    settings-mistake  kafka.client_id = 3 is no text"
+    assert as_text([result]) == "error    settings-mistake  kafka.client_id = 3 is not a string"
 
 
 def test_passed_checks_are_listed_only_with_verbose() -> None:

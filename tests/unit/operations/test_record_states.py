@@ -204,7 +204,7 @@ def test_predictions_for_callers_do_not_mention_workers() -> None:
     next_delivery = NextDelivery(CONFIG, by_worker=False)
 
     assert not any("worker" in next_delivery.describe(found) for found in (FAILED, HELD, CORRUPT))
-    assert not any("letter" in next_delivery.describe(found) for found in (FAILED, HELD, CORRUPT))
+    assert not any("dead letter" in next_delivery.describe(found) for found in (FAILED, HELD, CORRUPT))
     assert "at most 30 s" in next_delivery.describe(HELD)
     assert "it runs again once the record is gone" in next_delivery.describe(FAILED)
 

@@ -1,6 +1,6 @@
 """Measure the duration and peak memory of `integr8s-idem dlq` on a topic with many dead letters.
 
-    python -m benchmarks.operating_letters [--dead-letters 10000] [--bytes 1000] [--json FILE]
+    python -m benchmarks.operating_dead_letters [--dead-letters 10000] [--bytes 1000] [--json FILE]
 
 Each command runs in a separate process, with a real Kafka and a real Redis on this machine.
 """
