@@ -80,7 +80,7 @@ class ReplayCommand:
         if self.to is not None and self.to not in plan.topics:
             near = get_close_matches(self.to, plan.topics, n=1)
             hint = f' (did you mean "{near[0]}"?)' if near else ""
-            raise ApplicationError(f'topic "{self.to}" not plan{hint}; --to requires the full name of a topic')
+            raise ApplicationError(f'topic "{self.to}" not found{hint}; --to requires the full name of a topic')
         replay = self.search.settings.replay
         if replay.keys:
             return

@@ -155,7 +155,7 @@ async def test_a_worker_waits_for_a_server_that_runs_a_long_script(effects: Effe
             await asyncio.to_thread(_wait_until_busy, server)
 
             shop.order(10)
-            assert "busy with a long script" in await shop.paused()
+            assert "busy with a long-running script" in await shop.paused()
             await asyncio.to_thread(server.admin, "SCRIPT", "KILL")
             await busy
             await shop.settled()

@@ -154,7 +154,7 @@ async def test_a_loss_of_all_records_is_logged_and_redelivered_events_run_again(
 
         assert shop.observer.counts[Signal.STORE_DATA_LOST] == 1
         assert shop.judge(records_lost=True)["repeats"] == 5
-        assert "Find out who flushed it, or make it keep its data" in caplog.text
+        assert "Find out who flushed it, or make it persist its data" in caplog.text
         assert shop.broker.values(DEAD) == []
 
 

@@ -128,7 +128,7 @@ async def test_a_ping_warns_about_missing_replicas(pair: Pair, store: RedisIdemp
 
     health = await store.ping()
 
-    assert any("wait_replicas = 1" in warning and "bring the replicas back" in warning for warning in health.warnings)
+    assert any("wait_replicas = 1" in warning and "restore the replicas" in warning for warning in health.warnings)
 
 
 @pytest.mark.scenario(53)

@@ -127,7 +127,7 @@ async def test_waiting_for_more_replicas_than_exist_is_found(cluster: RedisClust
     (only,) = await found_in_store(settings)
 
     assert (only.code, only.severity) == (Code.STORE_TOO_FEW_REPLICAS, Severity.ERROR)
-    assert only.remedy == "bring the replicas back, or lower wait_replicas in [store]"
+    assert only.remedy == "restore the replicas, or lower wait_replicas in [store]"
 
 
 @pytest.mark.scenario(50)

@@ -206,7 +206,7 @@ async def test_a_handler_that_cannot_be_cancelled_does_not_keep_the_process_aliv
         await setting.publisher.publish(OrderPlaced.model_validate({"order_id": "0", **how}))
         await eventually(lambda: setting.times("begin"))
         worker.terminate()
-        worker.wait_for_line("stopping")
+        worker.wait_for_line("draining")
         worker.terminate()
 
         assert await asyncio.to_thread(worker.wait, 60) == 1

@@ -138,7 +138,7 @@ def test_the_extra_all_includes_every_extra() -> None:
 
 def test_the_readme_lists_every_extra() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = readme.partition("| extra | brings |")[2].partition("\n\n")[0]
+    table = readme.partition("| extra | contents |")[2].partition("\n\n")[0]
 
     assert [extra for extra in PROJECT["optional-dependencies"] if f"`{extra}`" not in table] == []
 
