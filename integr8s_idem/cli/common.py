@@ -33,10 +33,10 @@ SettingsFile = Annotated[
     typer.Option("--settings", metavar="FILE", help="Read settings from FILE.  [default: ./settings.toml, if present]"),
 ]
 AppOption = Annotated[
-    str | None, typer.Option("--app", metavar="MODULE:APP", help="Load the settings class of this platform.")
+    str | None, typer.Option("--app", metavar="MODULE:APP", help="Use the settings class of this platform.")
 ]
 Embedded = Annotated[
-    bool, typer.Option("--embedded", help="Use the servers of the `run --embedded` that runs in this folder.")
+    bool, typer.Option("--embedded", help="Use the servers that `run --embedded` started in this directory.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Output JSON.")]
 

@@ -16,7 +16,8 @@ AuditFile = Annotated[
     typer.Option(
         "--audit-file",
         metavar="FILE",
-        help="Append audit lines to FILE; - is standard error.  [default: ~/.local/state/integr8s-idem/audit.jsonl]",
+        help="Append audit lines to FILE, or to standard error if it is -.  "
+        "[default: ~/.local/state/integr8s-idem/audit.jsonl]",
     ),
 ]
 

@@ -35,29 +35,35 @@ from integr8s_idem.operations.dead_letters import Place
 dlq_app = typer.Typer(help="Inspect and replay dead letters.", no_args_is_help=True, rich_markup_mode=None)
 
 App = Annotated[
-    str | None, typer.Option("--app", metavar="MODULE:APP", help="Search only the topics that this platform reads.")
+    str | None, typer.Option("--app", metavar="MODULE:APP", help="Search only the dead-letter topics of this platform.")
 ]
 Topics = Annotated[
-    list[str] | None, typer.Option("--topic", metavar="NAME", help="Search only this topic; can be repeated.")
+    list[str] | None,
+    typer.Option("--topic", metavar="NAME", help="Search only this dead-letter topic, or that of this topic."),
 ]
 Services = Annotated[
-    list[str] | None, typer.Option("--service", metavar="NAME", help="Match the service that dead-lettered the event.")
+    list[str] | None, typer.Option("--service", metavar="NAME", help="Match only events that this service gave up.")
 ]
 Reasons = Annotated[
-    list[str] | None, typer.Option("--reason", metavar="NAME", help="Match the reason, such as handler_failed.")
+    list[str] | None, typer.Option("--reason", metavar="NAME", help="Match only this reason, such as handler_failed.")
 ]
 Errors = Annotated[
-    list[str] | None, typer.Option("--error", metavar="TEXT", help="Match the error's class, or part of its message.")
+    list[str] | None,
+    typer.Option("--error", metavar="TEXT", help="Match only this class of error, or part of its message."),
 ]
-Types = Annotated[list[str] | None, typer.Option("--event-type", metavar="NAME", help="Match the event type.")]
+Types = Annotated[list[str] | None, typer.Option("--event-type", metavar="NAME", help="Match only this event type.")]
 Keys = Annotated[
-    list[str] | None, typer.Option("--key", metavar="KEY", help="Match the idempotency key or the Kafka key.")
+    list[str] | None, typer.Option("--key", metavar="KEY", help="Match only this idempotency key or Kafka key.")
 ]
 Since = Annotated[
     str | None,
-    typer.Option(metavar="TIME", help="Match only at or after this time: an age such as 2h, or ISO 8601 in UTC."),
+    typer.Option(
+        metavar="TIME", help="Match only dead letters since TIME: an age such as 2h, or ISO 8601 (UTC by default)."
+    ),
 ]
-Until = Annotated[str | None, typer.Option(metavar="TIME", help="Match only before this time; format as for --since.")]
+Until = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Match only dead letters before TIME; format as for --since.")
+]
 Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after N dead letters.")]
 
 
@@ -80,8 +86,10 @@ def list_command(
 ) -> None:
     """List dead letters, and count them by service, reason and error.
 
-    Patterns may contain * and ?; a repeated option matches any of its values.  With --json, print one object per line,
-    or a single object with --summary.
+    A dead letter is listed if it matches all options; a repeated option matches any of its values.  The values of
+    --service, --reason, --error, --event-type and --key may contain the wildcards * and ?.
+
+    With --json, prints one object per line, or a single object with --summary.
     """
 
     def run() -> int:
@@ -106,15 +114,16 @@ def list_command(
 @dlq_app.command("show")
 def show_command(
     place: Annotated[
-        list[str], typer.Argument(metavar="TOPIC:PARTITION:OFFSET", help="Place of a dead letter, from dlq list.")
+        list[str],
+        typer.Argument(metavar="TOPIC:PARTITION:OFFSET", help="Position of a dead letter, as `dlq list` prints it."),
     ],
-    payload: Annotated[bool, typer.Option("--payload", help="Print the whole payload.")] = False,
+    payload: Annotated[bool, typer.Option("--payload", help="Print the payload in full.")] = False,
     application: AppOption = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
-    """Show dead letters.
+    """Show dead letters in detail.
 
     Prints the reason, headers, payload and records of each, and what a replay would do.
     """
@@ -133,7 +142,9 @@ def show_command(
 def export_command(
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write to FILE, atomically, instead of standard output."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write to FILE, atomically, instead of to standard output."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     application: App = None,
@@ -152,8 +163,9 @@ def export_command(
 ) -> None:
     """Export dead letters as JSON lines.
 
-    Each line has the key, the payload and all headers of one dead letter, so nothing is lost.  UTF-8 is written as
-    {"text": …}, other bytes as {"base64": …}.  With --json, the count on standard error is also JSON.
+    Each line contains the key, the payload and all headers of one dead letter, byte for byte: UTF-8 as {"text": …},
+    other bytes as {"base64": …}.  Filter options work as in `dlq list`.  With --json, the count on standard error is
+    also JSON.
     """
 
     def write() -> int:
@@ -173,7 +185,7 @@ def export_command(
 def replay_command(
     place: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TOPIC:PARTITION:OFFSET]...", help="Replay only the dead letters at these places."),
+        typer.Argument(metavar="TOPIC:PARTITION:OFFSET", help="Replay only the dead letters at these positions."),
     ] = None,
     application: App = None,
     topic: Topics = None,
@@ -187,13 +199,13 @@ def replay_command(
     limit: Limit = None,
     again: Annotated[
         bool,
-        typer.Option("--again", help="Include dead letters that have already been replayed, according to the store."),
+        typer.Option("--again", help="Include dead letters that were already replayed, according to the store."),
     ] = False,
     to: Annotated[
         str | None,
         typer.Option("--to", metavar="TOPIC", help="Publish to this topic instead of the original topics."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count only; publish nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the dead letters, but publish nothing.")] = False,
     yes: Yes = False,
     audit_file: AuditFile = None,
     settings: SettingsFile = None,
@@ -202,10 +214,11 @@ def replay_command(
 ) -> None:
     """Replay dead letters.
 
-    Publishes each for the handler that failed, as its next generation, to its original topic, signed with the secret
-    of [replay].
+    Publishes each dead letter to its original topic, as its next generation, for the handler that failed.  Signs it
+    with the [replay] secret, if the settings contain one.  Without arguments and filter options, replays all dead
+    letters.  Filter options work as in `dlq list`.
 
-    The command counts first and asks for confirmation.  Each generation is handled once, so you can safely replay
+    Counts first, and asks for confirmation.  Each generation of a guarded handler runs once, so you can safely replay
     twice, or run the command again after an interruption.
     """
 

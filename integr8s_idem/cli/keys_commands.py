@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -39,32 +39,34 @@ from integr8s_idem.stores import RecordAdmin
 
 keys_app = typer.Typer(help="Inspect and change idempotency records.", no_args_is_help=True, rich_markup_mode=None)
 
-Keys = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY", help="Full keys, their last parts, or event ids; or use filter options."),
-]
+_KEY: Final = "Full key, its last parts such as order_placed:0192-a, event id or custom key"
+Keys = Annotated[list[str] | None, typer.Argument(metavar="KEY", help=f"{_KEY}; or use options.")]
 ServiceFilter = Annotated[
     list[str] | None, typer.Option("--service", metavar="NAME", help="Match only this service; can be repeated.")
 ]
 StatusFilter = Annotated[
     list[str] | None,
-    typer.Option("--status", metavar="STATUS", help="Match processing, completed, failed or corrupt; can be repeated."),
+    typer.Option(
+        "--status", metavar="STATUS", help="Match only processing, completed, failed or corrupt; can be repeated."
+    ),
 ]
 TypeFilter = Annotated[
-    list[str] | None, typer.Option("--event-type", metavar="TYPE", help="Match only this type; can be repeated.")
+    list[str] | None, typer.Option("--event-type", metavar="TYPE", help="Match only this event type; can be repeated.")
 ]
 OwnerFilter = Annotated[
     list[str] | None,
-    typer.Option("--owner", metavar="NAME", help="Match the current or last owner, such as billing@host-7."),
+    typer.Option(
+        "--owner",
+        metavar="NAME",
+        help="Match only this current or last owner, such as billing@host-7; can be repeated.",
+    ),
 ]
-Ended = Annotated[bool, typer.Option("--lease-ended", help="Match only records in progress without an active lease.")]
+Ended = Annotated[bool, typer.Option("--lease-ended", help="Match only records in progress whose lease has ended.")]
 OlderThan = Annotated[
     str | None,
-    typer.Option(metavar="DURATION", help="Match records settled or started longer ago than 90s, 15m, 2h or 8d."),
+    typer.Option(metavar="DURATION", help="Match only records older than this, such as 90s, 15m, 2h or 8d."),
 ]
-NewerThan = Annotated[
-    str | None, typer.Option(metavar="DURATION", help="Match records settled or started within this duration.")
-]
+NewerThan = Annotated[str | None, typer.Option(metavar="DURATION", help="Match only records newer than this.")]
 
 
 @keys_app.command("list")
@@ -84,7 +86,8 @@ def list_command(
 ) -> None:
     """List records.
 
-    Prints a table on a terminal, tab-separated lines in a pipe, and JSON lines with --json.
+    Prints a table on a terminal, tab-separated lines in a pipe, and JSON lines with --json.  A record is listed if it
+    matches all options.  Its age counts from its outcome, or from the start of its last run if there is none.
     """
 
     def show() -> int:
@@ -122,7 +125,7 @@ async def _list(settings: Settings, record_filter: RecordFilter, limit: int | No
 
 @keys_app.command("show")
 def show_command(
-    keys: Annotated[list[str], typer.Argument(metavar="KEY", help="Full keys, their last parts, or event ids.")],
+    keys: Annotated[list[str], typer.Argument(metavar="KEY", help=f"{_KEY}.")],
     application: AppOption = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
@@ -130,7 +133,7 @@ def show_command(
 ) -> None:
     """Show all stored fields of records.
 
-    The exit status is 1 if none are found.
+    The exit status is 1 if no record is found.
     """
 
     def show() -> int:
@@ -159,25 +162,27 @@ async def _show(settings: Settings, keys: Sequence[str], as_json: bool) -> int:
 def explain_command(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="A key, its last parts, an event's id, or topic:partition:offset."),
+        typer.Argument(metavar="NAME", help=f"{_KEY}; or topic:partition:offset of a message."),
     ],
     application: Annotated[
         str | None,
         typer.Option(
-            "--app", metavar="MODULE:APP", help="Let this platform's services compute the keys, instead of searching."
+            "--app",
+            metavar="MODULE:APP",
+            help="Compute the keys with the services of this platform instead of searching the store.",
         ),
     ] = None,
     reading: Annotated[
-        str | None, typer.Option("--as", metavar="READING", help="Read NAME as a key, event or message.")
+        str | None, typer.Option("--as", metavar="KIND", help="Interpret NAME as a key, event or message.")
     ] = None,
-    result: Annotated[bool, typer.Option("--result", help="Print the whole stored result.")] = False,
+    result: Annotated[bool, typer.Option("--result", help="Print the stored result in full.")] = False,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
 ) -> None:
     """Explain how an event was handled.
 
-    Prints one screen, which also says what would happen to the next delivery of the event.
+    Also shows what would happen to the next delivery of the event.
     """
 
     def explain() -> int:
@@ -219,7 +224,7 @@ def release_command(
     service: ServiceFilter = None,
     owner: OwnerFilter = None,
     event_type: TypeFilter = None,
-    force: Annotated[bool, typer.Option("--force", help="Include owners that seem to be alive.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also end leases whose owner seems to be alive.")] = False,
     yes: Yes = False,
     audit_file: AuditFile = None,
     application: AppOption = None,
@@ -229,8 +234,11 @@ def release_command(
 ) -> None:
     """Release keys whose owner is dead.
 
-    Ends the leases now, so that other workers take over; attempts stay counted.  Name the keys or the owner.  Leases
-    that were renewed recently are skipped, since their owner seems to be alive.
+    Ends their leases now, so that other workers can take over; attempts remain counted.  Requires keys or --owner.
+    Asks for confirmation.
+
+    Skips leases that were renewed recently, because their owner seems to be alive.  If an owner is alive after all, two
+    workers may do the same work until its next renewal.
     """
 
     def release() -> int:
@@ -268,7 +276,7 @@ def purge_command(
     older_than: OlderThan = None,
     newer_than: NewerThan = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Match all records with the key_prefix of the settings.")
+        bool, typer.Option("--all", help="Match all records under the key_prefix of the settings.")
     ] = False,
     in_progress: Annotated[bool, typer.Option("--in-progress", help="Include records with an active lease.")] = False,
     yes: Yes = False,
@@ -280,7 +288,11 @@ def purge_command(
 ) -> None:
     """Delete records.
 
-    Their events are handled again if they are redelivered.  Name the keys, or select records with filter options.
+    Their events are handled again if they are redelivered.  Requires keys, filter options or --all.  Asks for
+    confirmation.
+
+    Skips records with an active lease, unless you pass --in-progress, and corrupt records, unless you name them or pass
+    --status corrupt.
     """
 
     def purge() -> int:
