@@ -383,7 +383,7 @@ async def test_the_code_in_the_guide_replays_a_dead_letter(settings: KafkaSettin
     publisher, repository = EventPublisher(settings), MemoryIdempotencyRepository()
     manager = IdempotencyManager(repository=repository, scope="billing")
 
-    history = await page["put_back"](dead_letter_of(5, topic=source), Settings(kafka=settings), publisher, manager)
+    history = await page["replay"](dead_letter_of(5, topic=source), Settings(kafka=settings), publisher, manager)
     await publisher.close()
 
     assert history == {}

@@ -193,7 +193,7 @@ async def test_in_fastapi_the_middleware_refuses_to_run_inside_dishkas(caplog: p
     dishka_fastapi.setup_dishka(shop.container(), app)
     async with client_of(app) as client:
         assert (await client.post("/orders", headers=KEY)).status_code == 500
-    assert "add it after setup_dishka(container, app)" in caplog.text
+    assert "and after setup_dishka(container, app)" in caplog.text
     assert not shop.steps
 
 

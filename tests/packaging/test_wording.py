@@ -28,6 +28,14 @@ def test_a_phrase_to_avoid_is_found(line: str, phrase: str) -> None:
     assert [(hit.place, hit.phrase) for hit in found][:1] == [("page.md:2", phrase)]
 
 
+def test_a_phrase_to_avoid_is_found_across_two_lines() -> None:
+    assert [hit.place for hit in wording.hits("page.md", ["The event comes", "again."])] == ["page.md:2"]
+
+
+def test_a_dead_letter_may_be_written_across_two_lines() -> None:
+    assert list(wording.hits("page.md", ["It is a dead", "letter."])) == []
+
+
 @pytest.mark.parametrize(
     "line",
     [

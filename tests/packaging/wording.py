@@ -68,11 +68,13 @@ RULES: Final = (
 
 
 def hits(name: str, lines: Iterable[str]) -> Iterator[Hit]:
-    """The phrases to avoid in the lines of a file."""
+    """The phrases to avoid in the lines of a file, and across the ends of two lines."""
+    end = ""
     for number, line in enumerate(lines, 1):
         for rule in RULES:
-            if found := rule.pattern.search(line):
+            if found := rule.pattern.search(f"{end} {line.strip()}"):
                 yield Hit(f"{name}:{number}", found[0], rule.instead)
+        end = " ".join(line.split()[-2:])
 
 
 def readable_files() -> Iterator[Path]:

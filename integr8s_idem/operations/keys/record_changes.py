@@ -1,6 +1,6 @@
 """Changes by operators: release leases and purge records.
 
-Operators have no token.  A record is changed only if it is still as it was read_records: see docs/decisions/0047.
+Operators have no token.  A record is changed only if it is still as it was when it was read: see docs/decisions/0047.
 """
 
 from __future__ import annotations
