@@ -68,13 +68,14 @@ RULES: Final = (
 
 
 def hits(name: str, lines: Iterable[str]) -> Iterator[Hit]:
-    """The phrases to avoid in the lines of a file, and across the ends of two lines."""
-    end = ""
-    for number, line in enumerate(lines, 1):
+    """The phrases to avoid in the lines of a file, each where it ends, and across the ends of lines."""
+    before = ""
+    for number, line in enumerate(map(str.strip, lines), 1):
         for rule in RULES:
-            if found := rule.pattern.search(f"{end} {line.strip()}"):
-                yield Hit(f"{name}:{number}", found[0], rule.instead)
-        end = " ".join(line.split()[-2:])
+            for found in rule.pattern.finditer(f"{before} {line}"):
+                if found.end() > len(before) + 1:
+                    yield Hit(f"{name}:{number}", found[0], rule.instead)
+        before = line
 
 
 def readable_files() -> Iterator[Path]:

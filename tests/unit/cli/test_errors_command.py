@@ -40,7 +40,7 @@ def test_links_are_printed_as_text() -> None:
 
     assert "](" not in every
     assert "replay the dead letter (docs/how-to/replay-a-dead-letter.md)" in error_sections()["PreviouslyFailedError"]
-    assert "it is\nIdempotencyConflictError." in error_sections()["InProgressError"]
+    assert "then gets IdempotencyConflictError." in error_sections()["InProgressError"]
 
 
 def test_an_unknown_error_is_refused_with_a_suggestion() -> None:
