@@ -45,7 +45,7 @@ class Coalescer(Generic[Request, Answer]):
         """Number of requests in the last call by a sender task; 0 before the first."""
         self._alone = False
         """Whether a requester is making a call itself."""
-        self._alone_ends: asyncio.Future[None] | None = None
+        self._alone_ends: asyncio.Event | None = None
         """Resolved at the end of that call; made only if there is a waiter."""
 
     def ask(self, request: Request) -> asyncio.Future[Answer]:
@@ -73,8 +73,8 @@ class Coalescer(Generic[Request, Answer]):
         """Wait until every request so far has its answer."""
         if self._alone:
             if self._alone_ends is None:
-                self._alone_ends = asyncio.get_running_loop().create_future()
-            await self._alone_ends
+                self._alone_ends = asyncio.Event()
+            await self._alone_ends.wait()  # an event, since one of several waiting tasks may be cancelled
         if self._sender is not None:
             await asyncio.wait({self._sender})
 
@@ -97,7 +97,7 @@ class Coalescer(Generic[Request, Answer]):
         finally:
             self._alone = False
             if self._alone_ends is not None:
-                self._alone_ends.set_result(None)
+                self._alone_ends.set()
                 self._alone_ends = None
             if self._waiting:
                 self._begin_sending()

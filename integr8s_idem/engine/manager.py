@@ -318,6 +318,8 @@ class IdempotencyManager:
     ) -> list[bool]:
         """Record in one round trip that work is done.  Return an answer for each reservation, in their order.
 
+        A reservation that is listed twice is recorded once, and has the same answer in both places.
+
         `False`: the reservation is no longer held by this process.
 
         Args:
@@ -328,14 +330,15 @@ class IdempotencyManager:
             StoreError: The store did not answer.  You may confirm again.
             ApplicationError: A result cannot be stored, see `completion`; nothing is confirmed.
         """
-        results: Mapping[Reserved, object] = done if isinstance(done, Mapping) else dict.fromkeys(done)
+        reservations = list(done)
+        results: Mapping[Reserved, object] = done if isinstance(done, Mapping) else dict.fromkeys(reservations)
         _require_reservations("confirm_batch", results)
         if ttl is not None:
             self.checked_ttl(ttl)
         completions = [self.completion(reserved, result, ttl) for reserved, result in results.items()]
-        written = await self._store_client.complete_together(completions)
+        written = dict(zip(results, await self._store_client.complete_together(completions), strict=True))
         self._batch_leases.settle(results)
-        return written
+        return [written[reserved] for reserved in reservations]
 
     async def release_batch(self, rest: Iterable[Reserved]) -> list[bool]:
         """Release reservations in one round trip without doing their work; the attempts stay counted.

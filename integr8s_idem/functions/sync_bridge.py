@@ -15,6 +15,7 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar
 
+from integr8s_idem._util.futures import fail_future
 from integr8s_idem.engine.active_runs import check_start, run_of
 from integr8s_idem.engine.fork_guard import fork_count
 from integr8s_idem.engine.work import Attempt
@@ -134,17 +135,17 @@ async def _run_in_caller(function: Callable[[], Any], attempt: Attempt, jobs: Si
     done: asyncio.Future[Any] = loop.create_future()
     context = copy_context()
 
-    def resolve(settle: Callable[[Any], None], value: object) -> None:
+    def return_value(value: object) -> None:
         if not done.done():  # the guard may have been cancelled
-            settle(value)
+            done.set_result(value)
 
     def job() -> None:
         try:
             value = context.run(_start, function, attempt)
         except Exception as error:  # noqa: BLE001  # raised by the awaiting guard
-            loop.call_soon_threadsafe(resolve, done.set_exception, error)
+            loop.call_soon_threadsafe(fail_future, done, error)
         else:
-            loop.call_soon_threadsafe(resolve, done.set_result, value)
+            loop.call_soon_threadsafe(return_value, value)
 
     jobs.put(job)
     return await done

@@ -13,6 +13,7 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
+from integr8s_idem._util.futures import fail_future
 from integr8s_idem.engine.active_runs import ActiveRun, check_start
 from integr8s_idem.engine.leases import LateStartError
 from integr8s_idem.engine.results import materialized
@@ -105,12 +106,15 @@ class BatchCollector:
             }
         except Exception as error:  # noqa: BLE001  # raised for each member
             results, failures = [None] * len(members), dict.fromkeys(range(len(members)), error)
+        except BaseException as error:
+            # Such as a cancellation by the handler itself: the members must not wait for ever.
+            for member in members:
+                fail_future(member.end, error)
+            raise
         for index, member in enumerate(members):
-            if member.end.done():
-                continue
             if index in failures:
-                member.end.set_exception(failures[index])
-            else:
+                fail_future(member.end, failures[index])
+            elif not member.end.done():
                 member.end.set_result(results[index])
 
     async def _run_batch(self, members: Sequence[Member]) -> tuple[Sequence[Any], Mapping[int, Exception]]:
@@ -147,7 +151,6 @@ def _may_start(member: Member) -> bool:
     try:
         check_start(member.run)
     except LateStartError as error:
-        if not member.end.done():
-            member.end.set_exception(error)
+        fail_future(member.end, error)
         return False
     return not member.end.done()

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, ProducerClosed
 
@@ -58,7 +58,7 @@ from integr8s_idem.events import derived_event_id
 from integr8s_idem.fingerprints import fingerprint
 from integr8s_idem.integrations.kafka_loops import End, KeyOf, by_header, by_position, end_of, pause_after
 from integr8s_idem.keys import EntryPoint, Key
-from integr8s_idem.records import Completed, StoredResult
+from integr8s_idem.records import Completed, InProgress, StoredResult
 
 try:
     from faststream import AckPolicy, BaseMiddleware
@@ -71,6 +71,7 @@ except ModuleNotFoundError as error:
 __all__ = ["IdempotencyMiddleware", "SubscriberError", "by_header", "by_position"]
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 GivenUp = Callable[[Any, Exception], Awaitable[None]]
 """Called with a Kafka record that is given up, for example to send it to a dead-letter topic."""
@@ -223,10 +224,10 @@ class _Guard(BaseMiddleware[Any, Any]):
         work = self._work_or_end(msg.raw_message)
         if isinstance(work, Work):
             self._unit = self._manager.space.full(work.key)
-        ended = await self._begin(work, msg.raw_message)
+        ended = await self._or_redeliver(self._begin(work, msg.raw_message))
         await turn_of_the_loop()
         while ended is None and isinstance(work, Work) and self._runs[0][0].is_late():
-            ended = await self._begin_again(*self._runs[0])
+            ended = await self._or_redeliver(self._begin_again(*self._runs[0]))
         if ended is not None and isinstance(ended.done, Completed):
             return _replayed(ended.done)
         if ended is not None:
@@ -253,7 +254,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         records: Sequence[Any] = msg.raw_message
         works = [self._work_or_end(record) for record in records]
         indexes = _first_occurrences(works)
-        ends = await self._begin_all([(works[index], records[index]) for index in indexes])
+        ends = await self._or_redeliver(self._begin_all([(works[index], records[index]) for index in indexes]))
         reserved = [index for index, end in zip(indexes, ends, strict=True) if end is None]
         self._start()
         for index, end in zip(indexes, ends, strict=True):
@@ -271,8 +272,8 @@ class _Guard(BaseMiddleware[Any, Any]):
 
     async def _begin_all(self, requests: Sequence[tuple[Work | End, Any]]) -> list[End | None]:
         """Call `_begin` for each.  If one raises, release all."""
-        results = await asyncio.gather(*(self._begin(*each) for each in requests), return_exceptions=True)
-        ends = await self._ends_or_abandon(results)
+        begun = await asyncio.gather(*(self._try_to_begin(*each) for each in requests), return_exceptions=True)
+        ends = await self._begin_in_order(requests, await self._results_or_abandon(begun))
         await turn_of_the_loop()
         # While the last record was reserved, the lease of the first may have expired.
         while late := [(run, record) for run, record in self._runs if run.is_late()]:
@@ -282,9 +283,40 @@ class _Guard(BaseMiddleware[Any, Any]):
             retried = await asyncio.gather(
                 *(self._begin_again(run, record) for run, record in late), return_exceptions=True
             )
-            for index, end in zip(indexes, await self._ends_or_abandon(retried), strict=True):
+            for index, end in zip(indexes, await self._results_or_abandon(retried), strict=True):
                 ends[index] = end
         return ends
+
+    async def _begin_in_order(
+        self, requests: Sequence[tuple[Work | End, Any]], ends: Sequence[End | InProgress | None]
+    ) -> list[End | None]:
+        """Begin the works that are in progress elsewhere, each when the other run has ended.
+
+        While a batch waits for a key, it holds only keys that sort before it, and releases the others: if each of two
+        instances waited for a key of the other, both would wait until they time out.
+        """
+        settled = {index: end for index, end in enumerate(ends) if not isinstance(end, InProgress)}
+        if len(settled) == len(ends):
+            return list(settled.values())
+        keys = [self._manager.space.full(work.key) if isinstance(work, Work) else "" for work, _ in requests]
+        first = min(keys[index] for index in range(len(ends)) if index not in settled)
+        try:
+            for index in sorted(range(len(requests)), key=keys.__getitem__):
+                if keys[index] > first and index in settled and settled[index] is None:
+                    self._release(requests[index][1])
+                    del settled[index]
+            for index in sorted(set(range(len(requests))) - settled.keys(), key=keys.__getitem__):
+                settled[index] = await self._begin(*requests[index])
+        except BaseException:
+            await self._abandon()
+            raise
+        return [settled[index] for index in range(len(requests))]
+
+    def _release(self, record: Any) -> None:
+        """Release the run of a record, which has not started."""
+        run = next(run for run, held in self._runs if held is record)
+        self._runs.remove((run, record))
+        run.release()
 
     def _start(self) -> None:
         """Start the timers of all open runs.  The caller must not await between the lease check and this call."""
@@ -293,12 +325,20 @@ class _Guard(BaseMiddleware[Any, Any]):
         for run, _ in self._runs:
             run.start(task)
 
-    async def _ends_or_abandon(self, results: Sequence[End | BaseException | None]) -> list[End | None]:
+    async def _results_or_abandon(self, results: Sequence[T | BaseException]) -> list[T]:
         for result in results:
             if isinstance(result, BaseException):
                 await self._abandon()
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
+
+    async def _or_redeliver(self, begin: Awaitable[T]) -> T:
+        """Return the result of `begin`; reject the message, once, if a key cannot be reserved now."""
+        try:
+            return await begin
+        except (InProgressError, StoreError) as error:
+            logger.warning("%s", error)
+            await self._redeliver()
 
     def _work_or_end(self, record: Any) -> Work | End:
         """Return the work of a record, or its end if no key can be made."""
@@ -308,20 +348,31 @@ class _Guard(BaseMiddleware[Any, Any]):
             return End(True, error=error)
 
     async def _begin(self, work: Work | End, record: Any) -> End | None:
-        """Reserve the key of a record.  Return `None` if this process has reserved it, otherwise how the work ended."""
+        """Reserve the key of a record.  Return `None` if this process has reserved it, otherwise how the work ended.
+
+        Raises:
+            InProgressError: Another run did not end within `wait_timeout`.
+            StoreError: The store did not answer.
+        """
         if isinstance(work, End):
             return work
         executor = self._manager.executor
-        try:
-            opened: Run | Outcome[Any] = await executor.await_outcome(
-                work,
-                partial(executor.open, work),
-                on_in_progress=OnInProgress.WAIT,
-                wait_timeout=self._manager.config.wait_timeout,
-            )
-        except (InProgressError, StoreError) as error:
-            logger.warning("%s", error)
-            await self._redeliver()
+        opened: Run | Outcome[Any] = await executor.await_outcome(
+            work,
+            partial(executor.open, work),
+            on_in_progress=OnInProgress.WAIT,
+            wait_timeout=self._manager.config.wait_timeout,
+        )
+        return self._hold(work, opened, record)
+
+    async def _try_to_begin(self, work: Work | End, record: Any) -> End | InProgress | None:
+        """As `_begin`, without waiting for another run."""
+        if isinstance(work, End):
+            return work
+        opened = await self._manager.executor.open(work)
+        return opened if isinstance(opened, InProgress) else self._hold(work, opened, record)
+
+    def _hold(self, work: Work, opened: Run | Outcome[Any], record: Any) -> End | None:
         if not isinstance(opened, Run):
             return end_of(work, opened)
         self._runs.append((opened, record))

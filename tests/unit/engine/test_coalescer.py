@@ -298,3 +298,20 @@ async def test_too_many_answers_to_a_single_request_are_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="2 answers to 1 requests"):
         await coalescer.answer(1)
+
+
+@virtual_time
+async def test_a_cancelled_wait_for_the_end_does_not_affect_requests() -> None:
+    coalescer = Coalescer(Backend())
+    await coalescer.answer(2)
+    first = asyncio.ensure_future(coalescer.answer(3))  # a call of its own
+    await asyncio.sleep(0.2)
+    ends = [asyncio.ensure_future(coalescer.settled()) for _ in range(2)]
+    await asyncio.sleep(0.2)
+    second = asyncio.ensure_future(coalescer.answer(4))
+
+    ends[0].cancel()
+
+    assert list(await asyncio.gather(first, second)) == [9, 16]
+    await ends[1]
+    assert ends[0].cancelled()

@@ -169,3 +169,14 @@ async def test_batch_methods_reject_other_verdicts_by_name() -> None:
         await here.manager.release_batch(verdicts.values())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="failures must map indexes"):
         PartialFailureError(["no stock"])  # type: ignore[arg-type]
+
+
+@virtual_time
+async def test_a_reservation_that_is_confirmed_twice_has_two_answers() -> None:
+    manager = guarded().manager
+    reserved = await manager.acquire_batch(["order:1", "order:2"])
+    one, two = reserved.values()
+    assert isinstance(one, Reserved)
+    assert isinstance(two, Reserved)
+
+    assert await manager.confirm_batch([one, two, one]) == [True, True, True]

@@ -153,3 +153,16 @@ def test_a_plain_function_finds_its_manager_in_a_container() -> None:
         return name
 
     assert work("x") == work("x") == "x"
+
+
+def test_stop_iteration_of_a_plain_function_is_a_runtime_error() -> None:
+    manager = plain_manager()
+
+    @idempotent(key="first:{name}", manager=manager)
+    def first(name: str) -> str:
+        return next(iter(list[str]()))
+
+    with pytest.raises(RuntimeError) as raised:
+        first("a")
+
+    assert isinstance(raised.value.__cause__, StopIteration)

@@ -13,10 +13,12 @@ from dishka import FromDishka, Provider, Scope, make_async_container, provide
 from integr8s_idem import BaseEvent, EventRouter
 from integr8s_idem.config import Settings
 from integr8s_idem.config.store_sections import MemoryStoreSettings
-from integr8s_idem.engine.work import Executed, HandlerFailed, Outcome
+from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed, Outcome
 from integr8s_idem.errors import ApplicationError, PartialFailureError
+from integr8s_idem.handlers.batch_collector import BatchCollector, Member
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
-from integr8s_idem.handlers.handler_calls import Batch
+from integr8s_idem.handlers.handler_calls import Batch, BatchSize
+from integr8s_idem.handlers.outgoing import Outgoing
 from integr8s_idem.integrations.dishka import (
     DispatcherProvider,
     EventContextProvider,
@@ -274,3 +276,31 @@ async def test_a_batch_handler_can_inject_dependencies_and_its_batch() -> None:
     ]
     assert seen == [(await container.get(Search), [1, 1])]
     await container.close()
+
+
+class Panic(BaseException):
+    """An error that is not an `Exception`, such as the panics of Rust extensions."""
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (Panic("broken"), Panic),
+        (asyncio.CancelledError(), asyncio.CancelledError),
+        (PartialFailureError({0: StopIteration()}), RuntimeError),
+    ],
+    ids=["panic", "cancelled", "stop iteration"],
+)
+@virtual_time
+async def test_every_member_of_a_batch_ends_whatever_its_handler_raises(
+    error: BaseException, expected: type[BaseException]
+) -> None:
+    async def fail(members: Sequence[Member]) -> None:
+        raise error
+
+    collector = BatchCollector(BatchSize(2, timedelta(0)), fail, "index")
+    members = [Member(event, Attempt(event.event_id, 1, 0, float("inf")), Outgoing()) for event in _events("a")]
+
+    async with asyncio.timeout(60):
+        with pytest.raises(expected):
+            await collector.join(members[0])

@@ -1,11 +1,11 @@
-"""How the FastStream middleware settles messages when something add_failing_subscriber after the handler."""
+"""How the FastStream middleware settles messages when something fails after the handler."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ from aiokafka.errors import KafkaTimeoutError, MessageSizeTooLargeError
 from faststream import AckPolicy, BaseMiddleware
 from faststream.kafka import KafkaBroker, KafkaMessage, TestKafkaBroker
 
+from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
 from integr8s_idem.errors import PermanentError
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware, by_header
 from integr8s_idem.keys import Key
-from integr8s_idem.records import IdempotencyStatus, Reserved, StoredResult
+from integr8s_idem.records import IdempotencyStatus, Reserved, ReserveRequest, StoredResult, Verdict
 from tests.support.guarded import Guarded, guarded
 
 
@@ -414,3 +415,36 @@ async def test_a_failing_key_function_redelivers_the_message_under_any_policy() 
 
     assert len(shop.runs) == 1
     assert shop.settled == ["NackMessage", "ack"]
+
+
+class RemoteStore(MemoryIdempotencyRepository):
+    """A store whose answers take a while, so that the reservations of two clients interleave."""
+
+    async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        await asyncio.sleep(0.002)
+        return await super().reserve(requests)
+
+
+async def test_batches_with_the_same_messages_in_another_order_do_not_wait_for_each_other() -> None:
+    store, handled = RemoteStore(), list[str]()
+
+    def instance() -> KafkaBroker:
+        guard = IdempotencyMiddleware(IdempotencyManager(repository=store, scope="billing"), key=body_of)
+        broker = KafkaBroker(middlewares=[guard])
+
+        @broker.subscriber("orders", group_id="billing", batch=True, ack_policy=AckPolicy.NACK_ON_ERROR)
+        async def charge(batch: list[str]) -> None:
+            handled.extend(batch)
+
+        return broker
+
+    def body_of(record: Any) -> str:
+        return str(record.value.decode())
+
+    one, other, orders = instance(), instance(), [f"order-{number}" for number in range(20)]
+    async with TestKafkaBroker(one), TestKafkaBroker(other), asyncio.timeout(20):
+        await asyncio.gather(
+            one.publish_batch(*orders, topic="orders"), other.publish_batch(*reversed(orders), topic="orders")
+        )
+
+    assert sorted(handled) == sorted(orders)
