@@ -1,4 +1,4 @@
-"""The isolation gate: one run_suspect at a time runs alone, and other handlers get their share of the time."""
+"""The isolation gate: one suspect event at a time runs alone, and other events get their share of the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events that may have leave_crashes workers run alone, and only crashes during such runs count against them."""
+"""Events that may have crashed workers run alone, and only crashes during such runs count against them."""
 
 from __future__ import annotations
 
