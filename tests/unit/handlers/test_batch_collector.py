@@ -292,7 +292,7 @@ class Panic(BaseException):
     ids=["panic", "cancelled", "stop iteration"],
 )
 @virtual_time
-async def test_every_member_of_a_batch_ends_whatever_its_handler_raises(
+async def test_every_member_of_a_batch_ends_with_any_error_of_its_handler(
     error: BaseException, expected: type[BaseException]
 ) -> None:
     async def fail(members: Sequence[Member]) -> None:
