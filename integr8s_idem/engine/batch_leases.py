@@ -20,7 +20,7 @@ class BatchLeases:
     """
 
     def __init__(self) -> None:
-        self.start_deadline: dict[Reserved, float] = {}
+        self._deadlines: dict[Reserved, float] = {}
         self._batches: dict[Reserved, int] = {}
         self._last_batch = 0
 
@@ -29,7 +29,7 @@ class BatchLeases:
         self._drop_lapsed(asked_at)
         self._last_batch += 1
         for each in reservations:
-            self.start_deadline[each] = start_deadline(each, asked_at)
+            self._deadlines[each] = start_deadline(each, asked_at)
             self._batches[each] = self._last_batch
 
     def renewed(self, reservations: Iterable[Reserved], asked_at: float) -> None:
@@ -38,28 +38,28 @@ class BatchLeases:
             if each not in self._batches:
                 self._last_batch += 1
                 self._batches[each] = self._last_batch
-            self.start_deadline[each] = start_deadline(each, asked_at)
+            self._deadlines[each] = start_deadline(each, asked_at)
 
-    def settle(self, reservations: Iterable[Reserved]) -> None:
+    def forget(self, reservations: Iterable[Reserved]) -> None:
         """Stop tracking reservations that are settled or lost."""
         for each in reservations:
-            self.start_deadline.pop(each, None)
+            self._deadlines.pop(each, None)
             self._batches.pop(each, None)
 
     def may_start(self, reservation: Reserved, now: float) -> bool:
         """Whether enough of the lease of `reservation` is left; `False` if it is not tracked."""
-        return now < self.start_deadline.get(reservation, float("-inf"))
+        return now < self._deadlines.get(reservation, float("-inf"))
 
     def late_beside(self, reservation: Reserved, now: float) -> list[Reserved]:
         """Return `reservation` and the other reservations of its batch that are late."""
         batch = self._batches.get(reservation)
-        late = [each for each, until in self.start_deadline.items() if now >= until and self._batches[each] == batch]
+        late = [each for each, until in self._deadlines.items() if now >= until and self._batches[each] == batch]
         return list(dict.fromkeys([reservation, *late]))
 
     def _drop_lapsed(self, now: float) -> None:
         gone = [
             each
-            for each, until in self.start_deadline.items()
+            for each, until in self._deadlines.items()
             if now > until + FORGET_AFTER_LEASES * each.lease.total_seconds()
         ]
-        self.settle(gone)
+        self.forget(gone)

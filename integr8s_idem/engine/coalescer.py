@@ -69,7 +69,7 @@ class Coalescer(Generic[Request, Answer]):
                 self._abandoned(request, waiting.result())
             raise
 
-    async def settled(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until every request so far has its answer."""
         if self._alone:
             if self._alone_ends is None:

@@ -194,24 +194,24 @@ class IdempotencyManager:
         Raises:
             ApplicationError: The result cannot be stored; see `completion`.
         """
-        self._batch_leases.settle([reserved])
+        self._batch_leases.forget([reserved])
         return await self._store_client.complete(self.completion(reserved, result, ttl))
 
     async def complete_many(self, completions: Sequence[Completion]) -> list[bool]:
         """Complete many reservations in one round trip and return an answer for each, in order; see `completion`."""
-        self._batch_leases.settle(each.reservation for each in completions)
+        self._batch_leases.forget(each.reservation for each in completions)
         return await self._store.complete(completions)
 
     async def fail(self, reserved: Reserved, error: str, *, ttl: Duration | None = None) -> bool:
         """Record that the work is given up.  `False`: the reservation is no longer held by this process."""
         self._store_client.home.check()
-        self._batch_leases.settle([reserved])
+        self._batch_leases.forget([reserved])
         return await self._store_client.fail(self._store_client.failure(reserved, error, duration(ttl, "ttl")))
 
     async def release(self, *reservations: Reserved) -> list[bool]:
         """Release reservations in one round trip; their attempts stay counted.  Return an answer for each, in order."""
         self._store_client.home.check()
-        self._batch_leases.settle(reservations)
+        self._batch_leases.forget(reservations)
         return await self._store_client.release_together(reservations)
 
     async def get(self, key: str | Key) -> IdempotencyRecord | None:
@@ -309,7 +309,7 @@ class IdempotencyManager:
         late = self._batch_leases.late_beside(reserved, asked_at)
         answers = await self._store.renew(late, self.config.lease)
         lost = set(compress(late, map(not_, answers)))
-        self._batch_leases.settle(lost)
+        self._batch_leases.forget(lost)
         self._batch_leases.renewed((each for each in late if each not in lost), asked_at)
         return reserved not in lost
 
@@ -337,7 +337,7 @@ class IdempotencyManager:
             self.checked_ttl(ttl)
         completions = [self.completion(reserved, result, ttl) for reserved, result in results.items()]
         written = dict(zip(results, await self._store_client.complete_together(completions), strict=True))
-        self._batch_leases.settle(results)
+        self._batch_leases.forget(results)
         return [written[reserved] for reserved in reservations]
 
     async def release_batch(self, rest: Iterable[Reserved]) -> list[bool]:
@@ -350,7 +350,7 @@ class IdempotencyManager:
         """
         reservations = list(rest)
         _require_reservations("release_batch", reservations)
-        self._batch_leases.settle(reservations)
+        self._batch_leases.forget(reservations)
         return await self.release(*reservations)
 
     def completion(self, reserved: Reserved, result: object = None, ttl: Duration | None = None) -> Completion:
@@ -496,9 +496,9 @@ class IdempotencyManager:
             one_pass = partial(self.executor.execute_joined, joined[1], work, function)
         else:
             one_pass = partial(self.executor.execute, work, function)
-        return self.settled(work, one_pass, returns, on_in_progress=on_in_progress, wait_timeout=wait_timeout)
+        return self.result_of(work, one_pass, returns, on_in_progress=on_in_progress, wait_timeout=wait_timeout)
 
-    async def settled(
+    async def result_of(
         self,
         work: Work,
         one_pass: Callable[[], Awaitable[Outcome[T]]],

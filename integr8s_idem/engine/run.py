@@ -206,7 +206,7 @@ class Run(ActiveRun):
                 began_at = monotonic()
                 services, wait = self._services, self.options.wait_for_store
                 with services.observer.phase(Phase.COMPLETE, self.work.event_type):
-                    await services.client.settle(self.work, completion, lease.deadline, wait)
+                    await services.client.write_outcome(self.work, completion, lease.deadline, wait)
                 if services.cache is not None:
                     self.keep(completion, began_at)
         finally:
@@ -420,7 +420,7 @@ class Run(ActiveRun):
         failure = client.failure(reserved, describe_error(error), work.ttl)
         with self._services.observer.phase(Phase.FAIL, work.event_type):
             try:
-                await client.settle(work, failure, lease.deadline, self.options.wait_for_store)
+                await client.write_outcome(work, failure, lease.deadline, self.options.wait_for_store)
             except ResultNotStoredError:
                 # The failure is not recorded: return the handler's error, and let the lease expire.
                 return HandlerFailed(error, reserved.attempt, given_up=False)

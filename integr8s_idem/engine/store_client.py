@@ -199,7 +199,7 @@ class StoreClient:
         # A reservation whose caller was cancelled is released, which is another call.
         while self._background or any(each.busy for each in calls):
             for each in calls:
-                await each.settled()
+                await each.wait_until_idle()
             if self._background:
                 await asyncio.wait(self._background)
 
@@ -208,7 +208,7 @@ class StoreClient:
 
     # Outcomes.
 
-    async def settle(
+    async def write_outcome(
         self, work: Work, outcome: Completion | Failure, deadline: float, wait_for_store: WaitForStore | None
     ) -> None:
         """Write the outcome and retry while the store is down, so that a brief outage does not fail the work.

@@ -215,7 +215,7 @@ class GuardedExecution(HandlerExecution):
     async def run(self) -> Any:
         """Return the new or stored result, like `IdempotencyManager.run`; wait for a concurrent duplicate."""
         if self.handler.outbox is not None:
-            return await self.handler.manager.settled(self.work, self.attempt, self.handler.returns)
+            return await self.handler.manager.result_of(self.work, self.attempt, self.handler.returns)
         return await self.handler.manager.run_work(self.work, self.call, returns=self.handler.returns)
 
 

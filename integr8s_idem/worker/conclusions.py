@@ -20,7 +20,7 @@ from integr8s_idem.worker.assignments import AbandonedError, Delivery, WorkItem
 from integr8s_idem.worker.dead_letters import DeadLetter
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor, UnverifiedReplay
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
-from integr8s_idem.worker.poison_events import Attempt, FirstOutcome
+from integr8s_idem.worker.poison_events import FirstOutcome, RunOnce
 from integr8s_idem.worker.waiting import Waiting
 
 logger = logging.getLogger(__name__)
@@ -134,12 +134,12 @@ class Conclusions:
 
     # Separate tasks: outcomes to be recorded alone, suspects, dead letters, and replays to be verified.
 
-    def attempt(self, item: WorkItem, attempt: Attempt, run: Run | None = None) -> asyncio.Task[None]:
+    def attempt(self, item: WorkItem, run_once: RunOnce, run: Run | None = None) -> asyncio.Task[None]:
         """Make an attempt in a task, and conclude with its outcome.  `run` is released if the task never starts."""
 
         async def attempting() -> None:
             try:
-                outcome = await attempt()
+                outcome = await run_once()
             except Exception as error:  # noqa: BLE001  # `raised` handles all errors of an item
                 self.raised(item, error)
                 return
@@ -166,7 +166,7 @@ class Conclusions:
         with_others = partial(self._run_with_others, item.delivery)
         self.attempt(item, partial(suspects.run, execution, run, closing, self._circuit.wait_out, with_others), run)
 
-    async def _run_with_others(self, delivery: Delivery, attempt: Attempt) -> FirstOutcome:
+    async def _run_with_others(self, delivery: Delivery, run_once: RunOnce) -> FirstOutcome:
         isolation, closing = self._processor.isolation, delivery.assignment.closing
         async with self._processor.slots:
             await isolation.wait_until_open(unless=closing)
@@ -174,7 +174,7 @@ class Conclusions:
                 raise AbandonedError
             isolation.enter()
             try:
-                return await attempt()
+                return await run_once()
             finally:
                 isolation.leave()
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 FirstOutcome: TypeAlias = Outcome[Any] | NotStarted | Run
 """Outcome of an attempt; a `Run` is a suspect that must run alone."""
 
-Attempt: TypeAlias = Callable[[], Awaitable[FirstOutcome]]
+RunOnce: TypeAlias = Callable[[], Awaitable[FirstOutcome]]
 """Makes one attempt."""
 
 
@@ -42,7 +42,7 @@ class PoisonEventRunner:
         suspect: Run,
         closing: asyncio.Future[None],
         wait_for_store: WaitForStore,
-        with_others: Callable[[Attempt], Awaitable[FirstOutcome]],
+        with_others: Callable[[RunOnce], Awaitable[FirstOutcome]],
     ) -> FirstOutcome:
         """Make one attempt of a suspect.
 
@@ -78,7 +78,7 @@ class PoisonEventRunner:
             )
         logger.warning("%s: %d attempts have lapsed; %s", execution.label, lapsed, what)
 
-    async def _alone(self, execution: GuardedExecution, turn: Turn, run: Attempt) -> FirstOutcome:
+    async def _alone(self, execution: GuardedExecution, turn: Turn, run: RunOnce) -> FirstOutcome:
         """Make an attempt that is alone until its turn ends."""
         after = asyncio.get_running_loop().create_task(self._end_isolation(execution, turn))
         try:

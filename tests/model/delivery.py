@@ -1,4 +1,4 @@
-"""The steps of a worker on a delivery: `DeliveryProcessor._settle`, `IdempotencyManager.execute`, `StoreClient.settle`.
+"""The steps of a worker on a delivery: `Pipeline`, `Executor.execute`, `StoreClient.write_outcome`.
 
 Steps of other actors can happen between any two steps. A store call is one step including its answer; `_call` adds the
 faults of a call.

@@ -62,7 +62,7 @@ class Checks(dict[tuple[str, int], Check]):
 
         def watched_may_start(known: Any, reservation: Reserved, now: float) -> bool:
             answer = bool(may_start(known, reservation, now))
-            self._remember(reservation, now, known._start_before.get(reservation, 0.0), is_late=not answer)
+            self._remember(reservation, now, known._deadlines.get(reservation, 0.0), is_late=not answer)
             return answer
 
         held.is_late, batches.may_start = watched_is_late, watched_may_start

@@ -157,15 +157,15 @@ async def test_the_answer_of_a_cancelled_caller_is_passed_to_abandoned() -> None
 
 
 @virtual_time
-async def test_settled_waits_for_all_requests() -> None:
+async def test_waiting_until_idle_covers_all_requests() -> None:
     backend = Backend()
     coalescer = Coalescer(backend, max_batch=1)
     waiting = [coalescer.ask(number) for number in range(5)]
 
-    await coalescer.settled()
+    await coalescer.wait_until_idle()
 
     assert all(answer.done() for answer in waiting)
-    await coalescer.settled()
+    await coalescer.wait_until_idle()
 
 
 def test_a_coalescer_survives_its_event_loop() -> None:
@@ -205,7 +205,7 @@ def test_in_any_interleaving_each_answer_reaches_its_caller_or_abandoned(seed: i
             await asyncio.sleep(chance.choice([0, 0, 1]))
             task.cancel()
         await asyncio.wait(tasks)
-        await coalescer.settled()
+        await coalescer.wait_until_idle()
 
     run_virtual(main())
 
@@ -262,7 +262,7 @@ async def test_a_single_request_is_repeated_and_abandoned_if_its_caller_is_cance
     await asyncio.sleep(0)
 
     asking.cancel()
-    settled = asyncio.create_task(coalescer.settled())
+    settled = asyncio.create_task(coalescer.wait_until_idle())
     await asyncio.wait({asking, beside})
     await settled
 
@@ -273,14 +273,14 @@ async def test_a_single_request_is_repeated_and_abandoned_if_its_caller_is_cance
 
 
 @virtual_time
-async def test_settled_waits_for_a_single_request_and_later_ones() -> None:
+async def test_waiting_until_idle_covers_a_single_request_and_later_ones() -> None:
     coalescer = Coalescer(Backend())
     await send_single_request(coalescer)
     first = asyncio.create_task(coalescer.answer(1))
     await asyncio.sleep(0.5)
     second = coalescer.ask(2)
 
-    await asyncio.gather(coalescer.settled(), coalescer.settled())
+    await asyncio.gather(coalescer.wait_until_idle(), coalescer.wait_until_idle())
 
     assert first.done()
     assert second.done()
@@ -306,7 +306,7 @@ async def test_a_cancelled_wait_for_the_end_does_not_affect_requests() -> None:
     await coalescer.answer(2)
     first = asyncio.ensure_future(coalescer.answer(3))  # a call of its own
     await asyncio.sleep(0.2)
-    ends = [asyncio.ensure_future(coalescer.settled()) for _ in range(2)]
+    ends = [asyncio.ensure_future(coalescer.wait_until_idle()) for _ in range(2)]
     await asyncio.sleep(0.2)
     second = asyncio.ensure_future(coalescer.answer(4))
 
