@@ -44,7 +44,7 @@ class ActiveRun:
         self.steps: StepsOfRun | None = None
         """The steps of the run, once requested."""
         self.is_over = False
-        """Whether the work has returned or raised; tasks that it started may still be running."""
+        """Whether the outcome of the work is settled, or left to another owner; tasks that it started may still run."""
         self._ended: asyncio.Future[None] | None = None
 
     def ended(self) -> asyncio.Future[None]:

@@ -1,6 +1,8 @@
 """Backpressure: pause fetching when deliveries in flight reach a limit, and resume at half of it.
 
 Polling continues while partitions are paused (R5).
+
+Numbers such as R1 and A5 refer to docs/explanation/worker.md.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Lag does not show this: it also grows while handlers are slow, while partitions are paused, and after open transactions.
 An idle topic does not show it either.  If no message was received for a while, the watchdog asks the brokers, through
 the client's public API, whether there are messages after the current position.
+
+Numbers such as R1 and A5 refer to docs/explanation/worker.md.
 """
 
 from __future__ import annotations

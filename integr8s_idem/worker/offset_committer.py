@@ -1,4 +1,7 @@
-"""Commit offsets explicitly, only of assigned partitions, and only forwards."""
+"""Commit offsets explicitly, only of assigned partitions, and only forwards.
+
+Numbers such as R1 and A5 refer to docs/explanation/worker.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fetch messages with one client, register them, and seek back after a failed poll."""
+"""Fetch messages with one client, register them, and seek back after a failed poll.
+
+Numbers such as R1 and A5 refer to docs/explanation/worker.md.
+"""
 
 from __future__ import annotations
 
