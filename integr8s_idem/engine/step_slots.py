@@ -20,8 +20,8 @@ from integr8s_idem.errors import (
     ApplicationError,
     StoreUnavailableError,
 )
-from integr8s_idem.fingerprints import FINGERPRINT_BYTES
 from integr8s_idem.keys import KeySpace, first_generation_key, generation_key
+from integr8s_idem.keys.fingerprints import FINGERPRINT_BYTES
 from integr8s_idem.records import (
     IdempotencyRecord,
     IdempotencyStatus,

@@ -23,8 +23,8 @@ from uuid import UUID
 import pydantic_core
 
 from integr8s_idem.errors import InvalidKeyError
-from integr8s_idem.fingerprints import canonical_json, fingerprint
 from integr8s_idem.keys import escaped
+from integr8s_idem.keys.fingerprints import canonical_json, fingerprint
 
 KeySource: TypeAlias = str | Sequence[str] | Callable[..., str]
 """The source of a key: a template, dotted fields, or a function of the arguments."""

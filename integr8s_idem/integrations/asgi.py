@@ -46,7 +46,6 @@ from integr8s_idem.errors import (
     ResultNotStoredError,
     StoreError,
 )
-from integr8s_idem.fingerprints import fingerprint
 from integr8s_idem.integrations.http_problems import LONGEST_KEY, Problems
 from integr8s_idem.integrations.http_requests import (
     GuardedRequest,
@@ -58,6 +57,7 @@ from integr8s_idem.integrations.http_requests import (
 )
 from integr8s_idem.integrations.http_responses import PASSING, PER_CONNECTION
 from integr8s_idem.keys import EntryPoint, Key
+from integr8s_idem.keys.fingerprints import fingerprint
 from integr8s_idem.records import Completed
 
 logger = logging.getLogger(__name__)

@@ -55,9 +55,9 @@ from integr8s_idem.errors import (
     StoreError,
 )
 from integr8s_idem.events import derived_event_id
-from integr8s_idem.fingerprints import fingerprint
 from integr8s_idem.integrations.kafka_loops import End, KeyOf, by_header, by_position, end_of, pause_after
 from integr8s_idem.keys import EntryPoint, Key
+from integr8s_idem.keys.fingerprints import fingerprint
 from integr8s_idem.records import Completed, InProgress, StoredResult
 
 try:

@@ -23,9 +23,9 @@ from integr8s_idem.errors import (
     ApplicationError,
     InvalidKeyError,
 )
-from integr8s_idem.fingerprints import fingerprint
 from integr8s_idem.functions.sync_bridge import is_async, named
 from integr8s_idem.keys import EntryPoint, Key, given_text
+from integr8s_idem.keys.fingerprints import fingerprint
 from integr8s_idem.records import Completed
 
 FIRST_PAUSE: Final = 0.2

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from integr8s_idem.fingerprints import fingerprint_of
+from integr8s_idem.keys.fingerprints import fingerprint_of
 from services.events import CreatePodCommand
 from services.k8s_worker.runner import UnsupportedLanguageError
 from services.settings import PlatformSection

@@ -11,10 +11,10 @@ from integr8s_idem import BaseEvent, EventRouter
 from integr8s_idem.engine.step_slots import Once
 from integr8s_idem.engine.work import Executed, HandlerFailed, Outcome
 from integr8s_idem.errors import ApplicationError, StoreUnavailableError
-from integr8s_idem.fingerprints import fingerprint
 from integr8s_idem.functions.decorator import idempotent
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.handler_calls import BatchCall, HandlerCall, RegisteredHandler
+from integr8s_idem.keys.fingerprints import fingerprint
 from integr8s_idem.records import Completed, Failed, InProgress, KeyReused, Reserved
 from tests.entry_points.entry import Answer, Case, Entry, Process, Sees, answer_of, replayed
 from tests.support.gated import Run

@@ -19,7 +19,6 @@ from integr8s_idem import EventPublisher, IdempotencyConfig, Service, Settings
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.errors import PublishError
 from integr8s_idem.events import BaseEvent, encode_event
-from integr8s_idem.fingerprints import fingerprint_of
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.handlers.handler_calls import HandlerCall, RegisteredHandler
 from integr8s_idem.handlers.router import EventRouter
@@ -27,6 +26,7 @@ from integr8s_idem.integrations.dishka import (
     DispatcherProvider,
     KafkaProvider,
 )
+from integr8s_idem.keys.fingerprints import fingerprint_of
 from integr8s_idem.runtime import ServiceGroup
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.virtual_time import virtual_time

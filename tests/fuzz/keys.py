@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 
 from integr8s_idem.errors import InvalidKeyError
-from integr8s_idem.fingerprints import _rfc8785_json, canonical_json
 from integr8s_idem.keys import MAX_KEY_LENGTH, Key, KeySpace, downstream_key
+from integr8s_idem.keys.fingerprints import _rfc8785_json, canonical_json
 from tests.campaigns.figures import Figures
 from tests.fuzz.mutators import text, value
 

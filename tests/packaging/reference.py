@@ -29,7 +29,7 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "http": ("integrations.asgi", "integrations.openapi", "integrations.httpx"),
     "faststream": ("integrations.faststream",),
     "dishka": ("integrations.dishka",),
-    "messages": ("codecs", "fingerprints"),
+    "messages": ("codecs", "keys.fingerprints"),
     "records": ("records", "engine.work"),
     "stores": ("stores", "stores.memory", "stores.redis", "stores.sql", "stores.dynamodb"),
     "settings": ("config",),

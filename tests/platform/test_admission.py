@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import func, select, update
 
 from integr8s_idem.events import EventMetadata
-from integr8s_idem.fingerprints import fingerprint_of
+from integr8s_idem.keys.fingerprints import fingerprint_of
 from services.coordinator.admission import Admission, Decision, ExecutionState, forget_old_decisions
 from services.coordinator.scheduling import events_of, repair
 from services.database import Database, decisions, executions

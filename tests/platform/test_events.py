@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from integr8s_idem.events import EventDecoder, EventMetadata, encode_event
-from integr8s_idem.fingerprints import content_hash
+from integr8s_idem.keys.fingerprints import content_hash
 from services.events import CreatePodCommand, ExecutionEvent, ExecutionRequested, ResultStored
 
 

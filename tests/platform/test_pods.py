@@ -8,7 +8,7 @@ from sqlalchemy import select, update
 
 from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import PermanentError, PublishError
-from integr8s_idem.fingerprints import fingerprint_of
+from integr8s_idem.keys.fingerprints import fingerprint_of
 from services.database import Database, pods
 from services.events import (
     CreatePodCommand,

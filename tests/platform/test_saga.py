@@ -8,7 +8,7 @@ from sqlalchemy import select, update
 
 from integr8s_idem.errors import PublishError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.fingerprints import content_hash
+from integr8s_idem.keys.fingerprints import content_hash
 from services.database import Database, sagas
 from services.events import (
     CreatePodCommand,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ConfigDict, Field, PlainSerializer, computed_field, field_serializer, model_serializer
 
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.fingerprints import _plain_names, canonical_json, fingerprint, fingerprint_of, payload_of
+from integr8s_idem.keys.fingerprints import _plain_names, canonical_json, fingerprint, fingerprint_of, payload_of
 
 
 class Plain(BaseEvent):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent, EventMetadata
-from integr8s_idem.fingerprints import _rfc8785_json, canonical_json, content_hash, fingerprint_of
 from integr8s_idem.keys import MAX_KEY_LENGTH, Key, KeyResolver, KeySpace, KeyStrategy, downstream_key, escaped
+from integr8s_idem.keys.fingerprints import _rfc8785_json, canonical_json, content_hash, fingerprint_of
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import Job, guarded
 
@@ -333,7 +333,7 @@ def test_every_character_is_written_as_in_rfc_8785() -> None:
 
 
 def test_ordinary_payloads_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.fingerprints._rfc8785_json", None)
+    monkeypatch.setattr("integr8s_idem.keys.fingerprints._rfc8785_json", None)
 
     event = OrderPlaced(amount=Decimal("19.99"), at=NOON, extra=[{"b": 0.5, "a": [1.0, -3, None, True, "é😀\n"]}])
 

@@ -13,9 +13,9 @@ from aiokafka.errors import RecordTooLargeError
 
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
-from integr8s_idem.fingerprints import fingerprint
 from integr8s_idem.integrations import aiokafka, confluent
 from integr8s_idem.integrations.kafka_loops import LONGEST_PAUSE, by_header, by_position, pause_after, work_of
+from integr8s_idem.keys.fingerprints import fingerprint
 from tests.support.fake_consumer import FakeRecord
 from tests.support.guarded import guarded, plain_manager
 

@@ -27,7 +27,7 @@ from integr8s_idem._util.escaping import printable
 from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.fingerprints import content_hash, fingerprint_of
+from integr8s_idem.keys.fingerprints import content_hash, fingerprint_of
 
 MAX_KEY_LENGTH: Final = 255
 """Longest full key, in bytes: short enough for the index of every store, long enough to stay readable."""
