@@ -49,7 +49,7 @@ def test_no_input_of_the_campaign_breaks_a_promise() -> None:
         (key_fuzz.distinct, keys, "escaped", lambda component, **_: component),
         (responses.replayed, http_responses, "_VALUE", re.compile(r"(?s).*")),
         (responses.replayed, http_responses, "PER_CONNECTION", frozenset()),
-        (requests.asked, asgi, "_host_of", lambda _: ""),
+        (requests.asked, asgi, "host_of", lambda _: ""),
         (requests.asked, asgi, "fingerprint", lambda _: b"the same for all"),
         (output.shown, cli_output, "printable_lines", str),
         (output.shown, cli_logging, "printable", str),
