@@ -294,16 +294,22 @@ class Run(ActiveRun):
         Raises:
             LeaseLostError, ResultNotStoredError: See `perform`.
         """
-        lease = self.lease
-        if lease is None:
+        if self.lease is None:
             return Executed(value, self.attempt.number)
+        return await self.complete(self.returned(self.lease, value))
+
+    def returned(self, lease: HeldLease, value: T) -> Returned[T]:
+        """End the work, whose outcome is to be recorded by `complete`, or together with others by the executor.
+
+        Raises:
+            LeaseLostError: The lease has already expired.
+        """
         self.stop()
         try:
-            returned = self._returned(lease, value)
+            return self._returned(lease, value)
         except BaseException:
             self._end()
             raise
-        return await self.complete(returned)
 
     async def fail(self, error: Exception) -> HandlerFailed:
         """Record that the work has failed, or release it for another attempt.

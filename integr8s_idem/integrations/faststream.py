@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -272,51 +272,56 @@ class _Guard(BaseMiddleware[Any, Any]):
 
     async def _begin_all(self, requests: Sequence[tuple[Work | End, Any]]) -> list[End | None]:
         """Call `_begin` for each.  If one raises, release all."""
-        begun = await asyncio.gather(*(self._try_to_begin(*each) for each in requests), return_exceptions=True)
-        ends = await self._begin_in_order(requests, await self._results_or_abandon(begun))
-        await turn_of_the_loop()
-        # While the last record was reserved, the lease of the first may have expired.
-        while late := [(run, record) for run, record in self._runs if run.is_late()]:
-            indexes = [
-                next(i for i, (_, requested) in enumerate(requests) if requested is record) for _, record in late
-            ]
-            retried = await asyncio.gather(
-                *(self._begin_again(run, record) for run, record in late), return_exceptions=True
-            )
-            for index, end in zip(indexes, await self._results_or_abandon(retried), strict=True):
-                ends[index] = end
-        return ends
+        ends: dict[int, End | None] = {}
+        late: list[Run] = []
+        try:
+            while pending := [index for index in range(len(requests)) if index not in ends]:
+                await self._begin_pending(requests, pending, ends)
+                await turn_of_the_loop()
+                # While the last record was reserved, the lease of the first may have expired.
+                for run, record in [each for each in self._runs if each[0].is_late()]:
+                    self._runs.remove((run, record))
+                    run.not_started()
+                    late.append(run)
+                    del ends[_index_of(record, requests)]
+        except BaseException:
+            for run in late:
+                run.release()  # this process may still hold it, and the message must not wait until the lease expires
+            await self._abandon()
+            raise
+        return [ends[index] for index in range(len(requests))]
 
-    async def _begin_in_order(
-        self, requests: Sequence[tuple[Work | End, Any]], ends: Sequence[End | InProgress | None]
-    ) -> list[End | None]:
-        """Begin the works that are in progress elsewhere, each when the other run has ended.
+    async def _begin_pending(
+        self, requests: Sequence[tuple[Work | End, Any]], pending: Sequence[int], ends: dict[int, End | None]
+    ) -> None:
+        """Begin all at once; then those that are in progress elsewhere, each when the other run has ended.
 
         While a batch waits for a key, it holds only keys that sort before it, and releases the others: if each of two
         instances waited for a key of the other, both would wait until they time out.
         """
-        settled = {index: end for index, end in enumerate(ends) if not isinstance(end, InProgress)}
-        if len(settled) == len(ends):
-            return list(settled.values())
-        keys = [self._manager.space.full(work.key) if isinstance(work, Work) else "" for work, _ in requests]
-        first = min(keys[index] for index in range(len(ends)) if index not in settled)
-        try:
-            for index in sorted(range(len(requests)), key=keys.__getitem__):
-                if keys[index] > first and index in settled and settled[index] is None:
-                    self._release(requests[index][1])
-                    del settled[index]
-            for index in sorted(set(range(len(requests))) - settled.keys(), key=keys.__getitem__):
-                settled[index] = await self._begin(*requests[index])
-        except BaseException:
-            await self._abandon()
-            raise
-        return [settled[index] for index in range(len(requests))]
+        begun = await asyncio.gather(*(self._try_to_begin(*requests[i]) for i in pending), return_exceptions=True)
+        busy: dict[int, str] = {}
+        for index, end in zip(pending, begun, strict=True):
+            if isinstance(end, BaseException):
+                raise end
+            if isinstance(end, InProgress):
+                busy[index] = end.key
+            else:
+                ends[index] = end
+        while busy:
+            index = min(busy, key=busy.__getitem__)
+            for run, record in self._runs_after(busy[index]):
+                self._runs.remove((run, record))
+                run.release()
+                released = _index_of(record, requests)
+                del ends[released]
+                busy[released] = self._manager.space.full(run.work.key)
+            del busy[index]
+            ends[index] = await self._begin(*requests[index])
 
-    def _release(self, record: Any) -> None:
-        """Release the run of a record, which has not started."""
-        run = next(run for run, held in self._runs if held is record)
-        self._runs.remove((run, record))
-        run.release()
+    def _runs_after(self, key: str) -> list[tuple[Run, Any]]:
+        """Return the runs that hold a key that sorts after `key`."""
+        return [each for each in self._runs if each[0].lease is not None and each[0].lease.reservation.key > key]
 
     def _start(self) -> None:
         """Start the timers of all open runs.  The caller must not await between the lease check and this call."""
@@ -324,13 +329,6 @@ class _Guard(BaseMiddleware[Any, Any]):
         assert task is not None, "FastStream handles messages in tasks"
         for run, _ in self._runs:
             run.start(task)
-
-    async def _results_or_abandon(self, results: Sequence[T | BaseException]) -> list[T]:
-        for result in results:
-            if isinstance(result, BaseException):
-                await self._abandon()
-                raise result
-        return [result for result in results if not isinstance(result, BaseException)]
 
     async def _or_redeliver(self, begin: Awaitable[T]) -> T:
         """Return the result of `begin`; reject the message, once, if a key cannot be reserved now."""
@@ -455,8 +453,9 @@ class _Guard(BaseMiddleware[Any, Any]):
     async def _finish(self, runs: Sequence[tuple[Run, Any]]) -> None:
         lost = _stop(runs)
         value = _stored(self._value) if len(runs) == 1 else None
-        held = (run for run, _ in runs if run not in lost)
-        ends = [*lost.values(), *await asyncio.gather(*(run.finish(value) for run in held), return_exceptions=True)]
+        held = [run for run, _ in runs if run not in lost]
+        unrecorded = [run.finish(value) for run in held] if len(held) == 1 else await self._finish_together(held)
+        ends = [*lost.values(), *await asyncio.gather(*unrecorded, return_exceptions=True)]
         for end in ends:
             if isinstance(end, LeaseLostError | StoreError):
                 logger.warning("%s", end)
@@ -465,6 +464,18 @@ class _Guard(BaseMiddleware[Any, Any]):
         if any(isinstance(end, BaseException) for end in ends):
             await self._redeliver()
         self._settings.failures.pop(self._subscriber, None)
+
+    async def _finish_together(self, runs: Sequence[Run]) -> list[Coroutine[Any, Any, object]]:
+        """Record the outcomes of a batch in one call, and return calls that record those that were not written.
+
+        The rows of a batch may have been committed together: a crash must not leave some of its records incomplete.
+        """
+        returned = [run.returned(run.lease, None) for run in runs if run.lease is not None]
+        try:
+            written = await self._manager.executor.complete_together(returned)
+        except StoreError:
+            written = [False] * len(returned)
+        return [each.run.complete(each) for each, is_written in zip(returned, written, strict=True) if not is_written]
 
     async def _fail(self, runs: Sequence[tuple[Run, Any]], error: Exception) -> None:
         lost = _stop(runs, error)
@@ -514,6 +525,10 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._settings.failures[self._subscriber] = failures
         await asyncio.sleep(pause_after(failures))
         raise NackMessage
+
+
+def _index_of(record: Any, requests: Sequence[tuple[Work | End, Any]]) -> int:
+    return next(index for index, (_, requested) in enumerate(requests) if requested is record)
 
 
 def _first_occurrences(works: Sequence[Work | End]) -> list[int]:

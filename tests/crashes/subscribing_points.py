@@ -128,9 +128,6 @@ class Trial:
 
     def _repeats_after(self, point: CrashPoint, topics: Topics) -> int:
         """Return the maximum number of repeated rows after a crash at `point`."""
-        if self._shape.batch and point is CrashPoint.AFTER_COMPLETE:
-            # A large batch commits its rows together, and completes its records in several calls.
-            return len(set(topics.published))
         if not repeats_in(ordered_points(self._shape), point):
             return 0
         return len(set(topics.published)) if self._shape.batch else 1

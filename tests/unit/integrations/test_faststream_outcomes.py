@@ -17,7 +17,7 @@ from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
 from integr8s_idem.errors import PermanentError
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware, by_header
 from integr8s_idem.keys import Key
-from integr8s_idem.records import IdempotencyStatus, Reserved, ReserveRequest, StoredResult, Verdict
+from integr8s_idem.records import Completion, IdempotencyStatus, Reserved, ReserveRequest, StoredResult, Verdict
 from tests.support.guarded import Guarded, guarded
 
 
@@ -448,3 +448,27 @@ async def test_batches_with_the_same_messages_in_another_order_do_not_wait_for_e
         )
 
     assert sorted(handled) == sorted(orders)
+
+
+async def test_the_records_of_a_batch_are_completed_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, sizes, orders = RemoteStore(), list[int](), [f"order-{number}" for number in range(20)]
+    complete = store.complete
+
+    async def counted(completions: Sequence[Completion]) -> list[bool]:
+        sizes.append(len(completions))
+        return await complete(completions)
+
+    monkeypatch.setattr(store, "complete", counted)
+    guard = IdempotencyMiddleware(
+        IdempotencyManager(repository=store, scope="billing"), key=lambda record: str(record.value.decode())
+    )
+    broker = KafkaBroker(middlewares=[guard])
+
+    @broker.subscriber("orders", group_id="billing", batch=True, ack_policy=AckPolicy.NACK_ON_ERROR)
+    async def charge(batch: list[str]) -> None:
+        pass
+
+    async with TestKafkaBroker(broker):
+        await broker.publish_batch(*orders, topic="orders")
+
+    assert sizes == [20]
