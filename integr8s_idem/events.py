@@ -277,9 +277,7 @@ def _checked_envelope(fields: object) -> _Envelope:
         return _Envelope.model_validate(fields)
     except ValidationError as error:
         first = _first(error)
-        reason = _ENVELOPE_REASONS.get(first["loc"], "malformed")
-        if first["type"] in _OTHER_REASONS:
-            reason = _OTHER_REASONS[first["type"]]
+        reason = _OTHER_REASONS.get(first["type"]) or _ENVELOPE_REASONS.get(first["loc"], "malformed")
         raise UndecodableEventError(reason, _first_mistake(error)) from None
 
 

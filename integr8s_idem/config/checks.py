@@ -1,4 +1,4 @@
-"""Check for contradictory settings, and warn of risky ones."""
+"""Check for settings that contradict each other."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from integr8s_idem.errors import SettingsMistake
 if TYPE_CHECKING:
     from integr8s_idem.config.settings import Settings
 
-_SESSION_BOUNDS: Final = (6.0, 1800.0)
-"""Default limits of brokers for the session timeout (group.min/max.session.timeout.ms)."""
 _LEASE: Final = "idempotency.processing_timeout_seconds"
 REBALANCE: Final = "kafka.rebalance_timeout_seconds"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from typing import TYPE_CHECKING, Final
 
+from integr8s_idem.config.checks import REBALANCE, plain, urls_of
 from integr8s_idem.config.environment import same_name
 from integr8s_idem.config.idempotency import OnInProgress, OnStoreError
 from integr8s_idem.config.schema_shape import Path
@@ -26,11 +27,12 @@ from integr8s_idem.errors import SettingsMistake
 
 if TYPE_CHECKING:
     from integr8s_idem.config.settings import Settings
-from integr8s_idem.config.checks import _SESSION_BOUNDS, REBALANCE, plain, urls_of
 
 KAFKA_RETENTION_SECONDS: Final = 7 * 24 * 3600
 """Default retention of topics (retention.ms)."""
 
+_SESSION_BOUNDS: Final = (6.0, 1800.0)
+"""Default limits of brokers for the session timeout (group.min/max.session.timeout.ms)."""
 
 _MISSPELLING_RATIO: Final = 0.8
 """Minimum similarity of a misspelled word: one wrong character in five."""

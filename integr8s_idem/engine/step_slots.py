@@ -1,4 +1,4 @@
-"""Where the steps of one run are stored, and how their names are."""
+"""Assign the steps of one run to slots, and read the steps of earlier runs."""
 
 from __future__ import annotations
 

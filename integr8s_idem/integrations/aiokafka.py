@@ -21,8 +21,8 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
 from integr8s_idem.config.durations import Duration, duration
-from integr8s_idem.engine.manager import IdempotencyManager, replayed_value
-from integr8s_idem.engine.work import Attempt, Executed
+from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
 from integr8s_idem.integrations.kafka_loops import (
     COMMIT_INTERVAL,
@@ -33,6 +33,7 @@ from integr8s_idem.integrations.kafka_loops import (
     pause_after,
     require_async,
     require_awaitable,
+    value_of,
     work_of,
 )
 from integr8s_idem.records import InProgress
@@ -241,10 +242,7 @@ class Delivery:
             await self._failed(end.error, final=end.settled)
             return cast("T", None)
         self.settled = True
-        if isinstance(end.done, Executed):
-            return cast("T", end.done.value)
-        assert end.done is not None
-        return cast("T", replayed_value(work.key.label, end.done, function))
+        return cast("T", value_of(end, work, function))
 
     async def _failed(self, error: Exception, *, final: bool) -> None:
         if not final or self._given_up is None:

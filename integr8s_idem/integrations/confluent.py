@@ -21,9 +21,9 @@ from typing import Any, Final, TypeVar, cast
 
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.config.message_text import lacking
-from integr8s_idem.engine.manager import IdempotencyManager, replayed_value
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.results import materialized
-from integr8s_idem.engine.work import Attempt, Executed, Outcome, Work
+from integr8s_idem.engine.work import Attempt, Outcome, Work
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
 from integr8s_idem.functions.sync_bridge import Here, in_a_loop, own_loop, refuse_awaitable, wait_for
 from integr8s_idem.integrations.kafka_loops import (
@@ -34,6 +34,7 @@ from integr8s_idem.integrations.kafka_loops import (
     end_of,
     pause_after,
     refuse_async,
+    value_of,
     work_of,
 )
 from integr8s_idem.records import InProgress
@@ -271,10 +272,7 @@ class Delivery:
             self._failed(end.error, final=end.settled)
             return cast("T", None)
         self.settled = True
-        if isinstance(end.done, Executed):
-            return cast("T", end.done.value)
-        assert end.done is not None
-        return cast("T", replayed_value(work.key.label, end.done, function))
+        return cast("T", value_of(end, work, function))
 
     async def _once(self, work: Work, function: Callable[[Message], T], here: Here) -> Outcome[T]:
         async def call(attempt: Attempt) -> T:

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from integr8s_idem._util.committable_offsets import Placed
 from integr8s_idem.codecs import header
-from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.manager import IdempotencyManager, replayed_value
 from integr8s_idem.engine.outcomes import error_of
 from integr8s_idem.engine.results import encode_result, refuse_generator
 from integr8s_idem.engine.work import Executed, HandlerFailed, Outcome, Work
@@ -145,6 +145,12 @@ def require_awaitable(value: object, function: Callable[..., Any]) -> None:
         raise ApplicationError(
             f"{named(function)} returned {type(value).__name__}, which cannot be awaited: pass an async function"
         )
+
+
+def value_of(end: End, work: Work, function: Callable[..., object]) -> object:
+    """Return the value of work that is done: that of this run, or the stored result of an earlier one."""
+    assert end.done is not None
+    return end.done.value if isinstance(end.done, Executed) else replayed_value(work.key.label, end.done, function)
 
 
 def pause_after(failures: int) -> float:

@@ -14,7 +14,6 @@ LONGER: Final = {
     "engine/manager.py": "the public interface: one short method per operation",
     "engine/run.py": "the life of one run: its methods share one state, from the reservation to the outcome",
     "errors.py": "one class per error, in one tree, where its readers look it up",
-    "events.py": "one line over the limit: events and their messages",
     "handlers/handler.py": "handlers make executions, and executions know their handler",
     "integrations/asgi.py": "one framework per module: a middleware is one class",
     "integrations/dishka.py": "one framework per module: its providers side by side",

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from decimal import Decimal
 from enum import Enum
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from uuid import UUID
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field, computed_field
+from pydantic import BaseModel, Field, SecretStr, computed_field
 
 from integr8s_idem.engine.results import decode_result, encode_result, return_type_of
 from integr8s_idem.errors import ResultDecodeError, ResultDroppedError
@@ -316,3 +316,19 @@ async def test_a_dropped_result_is_logged_once_with_its_key_and_the_reason(
     (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "order:1 is not stored" in message
     assert "larger than max_result_size_bytes (10)" in message
+
+
+class Account(BaseModel):
+    owner: str
+    password: SecretStr
+    notes: str = Field("none", exclude=True)
+
+
+def test_some_types_do_not_read_their_own_json_back() -> None:
+    account = Account(owner="ada", password=SecretStr("hush"), notes="late")
+
+    read: Any = decode_result("k", encode_result(account), Account)
+    day: Any = decode_result("k", encode_result(date(2026, 1, 2)), str | date)
+
+    assert (read.owner, read.password.get_secret_value(), read.notes) == ("ada", "**********", "none")
+    assert day == "2026-01-02"

@@ -377,3 +377,23 @@ async def test_a_function_can_get_its_attempt(scope: str | None) -> None:
     assert seen == [("note:1", 1), ("refund:1", 1), ("refund:1", 2)]
     with pytest.raises(ApplicationError, match="is running here"):
         manager.attempt()
+
+
+async def test_cancelled_calls_count_toward_max_attempts() -> None:
+    manager, hangs = plain_manager(max_attempts=3), True
+
+    @idempotent(key="refund:{order}", manager=manager)
+    async def refund(order: str) -> None:
+        if hangs:
+            await asyncio.Event().wait()
+        raise ValueError("declined")
+
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(refund("7"), 0.05)
+        await manager.close()  # waits for the release in the background
+    hangs = False
+    with pytest.raises(ValueError, match="declined"):
+        await refund("7")
+    with pytest.raises(PreviouslyFailedError):
+        await refund("7")
