@@ -39,6 +39,8 @@ class Pace:
         """Until when functions may start in this turn; `None` before the first one."""
         self._rest_ends = 0.0
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._first_again = 0
+        """How many of them, at the front, were resumed once and had to wait again."""
         self._calls: dict[int, None] = {}
         """Numbers of store calls in progress, oldest first."""
         self._last_call = 0
@@ -52,9 +54,15 @@ class Pace:
 
     async def wait(self) -> None:
         """Wait until the function may start; callers are served in order."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
         self._waiting.append(turn)
         await turn
+        while self._is_long():  # those that were resumed together with this one took the whole turn
+            turn = loop.create_future()
+            self._waiting.insert(self._first_again, turn)
+            self._first_again += 1
+            await turn
 
     def _is_long(self) -> bool:
         now = self._clock()
@@ -98,13 +106,10 @@ class Pace:
 
     def _resume(self) -> None:
         self._turn_ends = None
-        self._wake_next()
-
-    def _wake_next(self) -> None:
-        while self._waiting and self._waiting[0].done():
-            self._waiting.popleft()
-        if self._waiting and not self._is_long():
-            self._waiting.popleft().set_result(None)
+        waiting, self._waiting, self._first_again = self._waiting, deque(), 0
+        for turn in waiting:
+            if not turn.done():
+                turn.set_result(None)
 
 
 pace_of = PerLoop(Pace)

@@ -76,3 +76,61 @@ async def test_functions_do_not_wait_for_a_failed_call(monkeypatch: pytest.Monke
     await asyncio.gather(block("first", log), block("second", log))
 
     assert log == ["first", "second"]
+
+
+class Turns:
+    """Counts the iterations of the event loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._next()
+
+    def _next(self) -> None:
+        self.count += 1
+        asyncio.get_running_loop().call_soon(self._next)
+
+
+async def test_short_functions_that_wait_start_in_one_iteration() -> None:
+    fast_forward()
+    log: list[int] = []
+    started_in: list[int] = []
+
+    async def short(number: int) -> None:
+        await turn_of_the_loop()
+        log.append(number)
+        started_in.append(turns.count)
+
+    turns = Turns()
+    await asyncio.gather(block("first", []), *map(short, range(100)))
+
+    assert log == list(range(100))
+    assert len(set(started_in)) == 1
+
+
+async def test_functions_that_wait_again_are_served_before_later_ones() -> None:
+    fast_forward()
+    log: list[str] = []
+
+    async def later() -> None:
+        await asyncio.sleep(0)
+        await asyncio.gather(*(block(f"later {number}", log) for number in range(5)))
+
+    await asyncio.gather(*(block(f"early {number}", log) for number in range(5)), later())
+
+    assert log == [f"{when} {number}" for when in ("early", "later") for number in range(5)]
+
+
+async def test_a_runner_that_waits_beside_others_handles_many_items_in_a_turn() -> None:
+    fast_forward()
+    pace, left, turns = pace_of(asyncio.get_running_loop()), list(range(1_000)), Turns()
+
+    async def runner() -> None:
+        while left:
+            if pace.is_turn_over():
+                await pace.wait()
+            if left:
+                left.pop()
+
+    await asyncio.gather(block("first", []), *(runner() for _ in range(4)))
+
+    assert turns.count < 50
