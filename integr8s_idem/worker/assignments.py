@@ -15,6 +15,7 @@ from typing import Any
 
 from integr8s_idem.engine.run import Run
 from integr8s_idem.handlers.handler import HandlerExecution
+from integr8s_idem.records import Completed
 from integr8s_idem.telemetry import Span, is_recorded
 from integr8s_idem.telemetry.detached_phase import DetachedPhase
 from integr8s_idem.worker.kafka_protocols import Partition, Record
@@ -144,8 +145,16 @@ class WorkItem:
     """Its reservation, from the store's response until the handler starts."""
     looks: int = 0
     """How many times its key was found in progress in another run."""
+    answer: Completed | None = None
+    """The store's answer, if it was asked before the turn of the delivery."""
     wait: DetachedPhase | None = None
     """Set while it waits for another run."""
+
+    def release(self) -> None:
+        """Release its reservation, if there is one."""
+        run, self.run = self.run, None
+        if run is not None:
+            run.release()
 
     def end_wait(self) -> None:
         """End the wait for another run, if there is one."""

@@ -96,6 +96,7 @@ class Conclusions:
     def abandon(self, item: WorkItem) -> None:
         """End the item without settling its delivery, which will be redelivered."""
         item.end_wait()
+        item.release()
         item.delivery.is_abandoned = True
         self._done(item)
 

@@ -4,46 +4,90 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from typing import Literal
+from itertools import islice
+from typing import Final, Literal
 
 from integr8s_idem.worker.assignments import Delivery
 
 Ordering = Literal["partition", "key", "none"]
 
+MOST_AHEAD: Final = 32
+"""Maximum deliveries of a lane that are reserved in one batch."""
+
+HORIZON: Final = 0.1
+"""Seconds: a lane reserves about as many deliveries as it handles in this time, so slow handlers reserve only one."""
+
+
+class Lane:
+    """A delivery whose turn it is, and those that wait for it."""
+
+    __slots__ = ("_size", "_started_at", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: deque[Delivery] = deque()
+        self._size = 0
+        """Deliveries in the last batch."""
+        self._started_at = 0.0
+        """Time of the last batch, by the event loop's clock."""
+
+    def take_ahead(self, now: float) -> list[Delivery]:
+        """Return the waiting deliveries to be reserved together with the one whose turn it is."""
+        elapsed, size = now - self._started_at, self._size
+        at_this_rate = MOST_AHEAD if elapsed <= 0 else int(size * HORIZON / elapsed)
+        size = max(min(2 * size, at_this_rate, MOST_AHEAD), 1)
+        ahead = list(islice(self.waiting, size - 1))
+        self._size, self._started_at = 1 + len(ahead), now
+        return ahead
+
+    def slow_down(self) -> None:
+        """Start again with one delivery in the next batch."""
+        self._size = 0
+
 
 class Lanes:
-    """Queues of deliveries, one for each lane that is busy."""
+    """The lanes that are busy."""
 
     def __init__(self, ordering: Ordering) -> None:
         self._ordering = ordering
-        self._queues: dict[Hashable, deque[Delivery]] = {}
-        """Deliveries that wait for the current one of their lane."""
+        self._lanes: dict[Hashable, Lane] = {}
 
     def enter(self, delivery: Delivery) -> bool:
-        """Return whether `delivery` may start; otherwise it is queued."""
+        """Return whether it is the turn of `delivery`; otherwise it waits."""
         if self._ordering == "none":
             return True
-        queue = self._queues.get(name := self._lane_of(delivery))
-        if queue is None:
-            self._queues[name] = deque()
+        lane = self._lanes.get(name := self._name_of(delivery))
+        if lane is None:
+            self._lanes[name] = Lane()
             return True
-        queue.append(delivery)
+        lane.waiting.append(delivery)
         return False
 
     def leave(self, delivery: Delivery) -> Delivery | None:
         """End the turn of `delivery`, and return the next delivery of its lane, if there is one."""
         if self._ordering == "none":
             return None
-        queue = self._queues[name := self._lane_of(delivery)]
-        if queue:
-            return queue.popleft()
-        del self._queues[name]
+        lane = self._lanes[name := self._name_of(delivery)]
+        if lane.waiting:
+            return lane.waiting.popleft()
+        del self._lanes[name]
         return None
 
-    def __len__(self) -> int:
-        return len(self._queues)
+    def of(self, delivery: Delivery) -> Lane | None:
+        """Return the lane of `delivery`; `None` if there is no order."""
+        return None if self._ordering == "none" else self._lanes[self._name_of(delivery)]
 
-    def _lane_of(self, delivery: Delivery) -> Hashable:
+    def slow_down(self, delivery: Delivery) -> None:
+        """Reserve only one delivery in the next batch of its lane.
+
+        Called after a crash.  If the next crash is caused by the first delivery, no others lapse with it.
+        """
+        if (lane := self.of(delivery)) is not None:
+            lane.slow_down()
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def _name_of(self, delivery: Delivery) -> Hashable:
         # The name includes the assignment, so that a partition starts with new lanes after a rebalance.
         if self._ordering == "key" and delivery.record.key is not None:
             return (delivery.assignment, delivery.record.key)

@@ -7,10 +7,12 @@
              └── waiting for a retry, another run, ◄──┼────► dead-lettered ─► done
                  or the store                         └────► isolated: runs alone
 
-A batch consists of the deliveries that are ready when slots are free; while one batch waits for the store, the next is
-decoded.  A work item is one handler's work on a delivery.  A delivery is done when all its items are done.
+A batch consists of the deliveries that are ready when slots are free, and of those that wait for them in their lanes
+(`look_ahead`).  While one batch waits for the store, the next is decoded.  A work item is one handler's work on a
+delivery.  A delivery is done when all its items are done.
 
-`runners` runs the handlers, `outcome_recorder` records what they return, and `conclusions` processes the outcomes.
+`reserver` reserves the items of a batch, `runners` runs the handlers, `outcome_recorder` records what they return, and
+`conclusions` processes the outcomes.
 """
 
 from __future__ import annotations
@@ -20,27 +22,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final
 
-from integr8s_idem.engine.executor import Declined
-from integr8s_idem.engine.run import Run, RunOptions
-from integr8s_idem.engine.work import Work
-from integr8s_idem.errors import StoreError, StoreUnavailableError
+from integr8s_idem.engine.run import RunOptions
 from integr8s_idem.handlers.handler import GuardedExecution
-from integr8s_idem.records import Reserved
 from integr8s_idem.worker.assignments import Assignment, Delivery, WorkItem
 from integr8s_idem.worker.batch_limits import MOST_TOGETHER
 from integr8s_idem.worker.conclusions import Conclusions
-from integr8s_idem.worker.delivery_processor import DeliveryProcessor, UnverifiedReplay
+from integr8s_idem.worker.delivery_processor import Decoded, DeliveryProcessor, UnverifiedReplay
 from integr8s_idem.worker.lanes import Lanes, Ordering
+from integr8s_idem.worker.look_ahead import LookAhead, Reservable
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
+from integr8s_idem.worker.reserver import Reserver
 from integr8s_idem.worker.runners import Runners
 
 MOST_BATCHES: Final = 2
 """Maximum concurrent batches: one waits for the store while the next is decoded."""
-
-Reservable: TypeAlias = tuple[WorkItem, GuardedExecution]
-"""An item to be reserved, and its execution."""
 
 
 class Pipeline:
@@ -69,12 +66,17 @@ class Pipeline:
         self._isolation.when_opened.append(self._resume)
         self._slots.on_free(self._schedule)
         self._lanes = Lanes(ordering)
+        self._ahead = LookAhead(self._options)
         self._finish = finish
         self._left = left
         self._tasks = PipelineTasks(processor.service, fail)
         self._conclusions = Conclusions(processor, self._tasks, reschedule=self._make_ready, ended=self._ended)
         self._runners = Runners(processor, self._tasks, self._conclusions)
+        self._reserver = Reserver(processor, self._options, self._lanes, self._ahead, self._runners, self._conclusions)
         self._ready: deque[Delivery | WorkItem] = deque()
+        self._turns: deque[Delivery] = deque()
+        """Deliveries whose turn has come, while an earlier one is being started."""
+        self._is_starting = False
         self._batches = 0
         self._is_scheduled = False
         self._context = copy_context()
@@ -102,6 +104,7 @@ class Pipeline:
     def release_closed(self) -> None:
         """Release deliveries of closed assignments that have not started."""
         self._runners.release(only_closed=True)
+        self._ahead.release_closed()
         ready, self._ready = self._ready, deque()
         for each in ready:
             if isinstance(each, WorkItem) and each.delivery.assignment.closed:
@@ -131,22 +134,32 @@ class Pipeline:
         if self._isolation.is_closed:
             return  # leases of a batch reserved now would lapse if the suspect crashes the process
         taken: deque[Delivery | WorkItem] = deque()
-        while self._ready and len(taken) < MOST_TOGETHER:
+        ahead: list[Delivery] = []
+        while self._ready and len(taken) + len(ahead) < MOST_TOGETHER:
             first = self._ready[0]
             if _assignment_of(first).closed:
                 self._drop(self._ready.popleft())
             elif self._slots.try_acquire():
+                taken.append(self._ready.popleft())
                 if isinstance(first, Delivery):
                     first.assignment.add_running(first)
-                taken.append(self._ready.popleft())
+                    ahead += self._following(first)
             else:
                 break
         if taken:
             self._batches += 1
-            self._tasks.begin(self._batch(taken), self._context, partial(self._batch_ended, taken))
+            self._tasks.begin(self._batch(taken, ahead), self._context, partial(self._batch_ended, taken, ahead))
             self._schedule()
 
-    def _batch_ended(self, taken: deque[Delivery | WorkItem], task: asyncio.Task[None]) -> None:
+    def _following(self, delivery: Delivery) -> list[Delivery]:
+        """Return the deliveries to be reserved in one batch with `delivery`, before their turn."""
+        if delivery in self._ahead or (lane := self._lanes.of(delivery)) is None:
+            return []
+        return lane.take_ahead(asyncio.get_running_loop().time())
+
+    def _batch_ended(
+        self, taken: deque[Delivery | WorkItem], ahead: Sequence[Delivery], task: asyncio.Task[None]
+    ) -> None:
         self._batches -= 1
         self._tasks.has_succeeded(task)
         while taken:  # the task was cancelled before it reached them
@@ -156,29 +169,49 @@ class Pipeline:
                 self._conclusions.abandon(each)
             else:
                 self._ended(each, may_commit=False)
+        for delivery in ahead:
+            if self._ahead.answered(delivery):
+                self._take_turn(delivery)
         self._schedule()
 
-    async def _batch(self, taken: deque[Delivery | WorkItem]) -> None:
+    async def _batch(self, taken: deque[Delivery | WorkItem], ahead: Sequence[Delivery]) -> None:
         to_reserve: list[Reservable] = []
+        to_reserve_ahead: list[Reservable] = []
+        for delivery in ahead:
+            if (decoded := self._decode(delivery)) is not None:
+                to_reserve_ahead += self._ahead.add(delivery, decoded)
         while taken:
             each = taken.popleft()
             if isinstance(each, WorkItem):
                 self._prepare(each, to_reserve)
+            elif each in self._ahead:
+                prepared = self._ahead.take(each)
+                self._begin(each, prepared.decoded, prepared.items, to_reserve)
+            elif (decoded := self._decode(each)) is not None:
+                self._begin(each, decoded, (), to_reserve)
             else:
-                self._decode(each, to_reserve)
+                self._slots.release()
+                self._ended(each, may_commit=False)
         self._runners.start()
-        if to_reserve:
-            await self._reserve(to_reserve)
+        if to_reserve or to_reserve_ahead:
+            # In this order: of two deliveries with the same key, the one whose turn it is gets it.
+            await self._reserver.reserve(to_reserve, to_reserve_ahead)
 
-    def _decode(self, delivery: Delivery, to_reserve: list[Reservable]) -> None:
-        """Create the work items of a delivery that holds one slot."""
+    def _decode(self, delivery: Delivery) -> Decoded | None:
+        """Decode a delivery; `None` after a bug in the library, which ends its assignment."""
         try:
             decoded = self._processor.decode(delivery)
             delivery.begin(self._context.copy(), decoded.processing)
         except Exception as error:  # noqa: BLE001  # the service is stopped with it
-            self._slots.release()
-            self._conclusions.broken_delivery(delivery, error)
-            return
+            delivery.assignment.close()
+            self._tasks.report_bug(error)
+            return None
+        return decoded
+
+    def _begin(
+        self, delivery: Delivery, decoded: Decoded, items: Sequence[WorkItem], to_reserve: list[Reservable]
+    ) -> None:
+        """Begin the turn of a delivery that holds one slot.  `items`: those that were created before its turn."""
         if decoded.dead_letter is not None:
             self._slots.release()
             self._conclusions.dead_letter(delivery, decoded.dead_letter)
@@ -186,7 +219,7 @@ class Pipeline:
             self._slots.release()
             self._conclusions.verify(delivery, decoded)
         else:
-            items = delivery.begin_items(decoded.executions)
+            items = items or delivery.begin_items(decoded.executions)
             if not items:
                 self._slots.release()
                 self._ended(delivery, may_commit=True)
@@ -202,6 +235,10 @@ class Pipeline:
         if not self._circuit.is_available:
             self._slots.release()
             self._conclusions.wait_for_store(item)
+        elif item.run is not None:
+            self._reserver.start(item, item.run)
+        elif item.answer is not None and isinstance(execution, GuardedExecution):
+            self._reserver.decline(item, execution, item.answer)
         elif not isinstance(execution, GuardedExecution) or not execution.together or item.delivery.is_recorded:
             self._runners.add(item)  # reserves its key itself, as a batch of one
         elif execution.is_known_here():
@@ -210,68 +247,6 @@ class Pipeline:
         else:
             to_reserve.append((item, execution))
 
-    async def _reserve(self, to_reserve: Sequence[Reservable]) -> None:
-        executor = self._processor.executor
-        works = [execution.work for _, execution in to_reserve]
-        asked_at = executor.now()
-        try:
-            verdicts = await executor.reserve_together(works)
-        except StoreError as error:
-            for item, execution in to_reserve:
-                self._unreserved(item, execution.work, error)
-        except Exception as error:  # noqa: BLE001  # the service is stopped with it
-            for item, _ in to_reserve:
-                self._slots.release()
-                self._conclusions.broken(item, error)
-        except BaseException:
-            for item, _ in to_reserve:
-                self._slots.release()
-                self._conclusions.abandon(item)
-            raise
-        else:
-            for (item, execution), verdict in zip(to_reserve, verdicts, strict=True):
-                if isinstance(verdict, Reserved):
-                    self._reserved(item, executor.reserved(execution.work, verdict, asked_at, self._options))
-                else:
-                    self._declined(item, execution, verdict)
-        self._runners.start()
-
-    def _unreserved(self, item: WorkItem, work: Work, error: StoreError) -> None:
-        """Run an item without the store if a policy allows it; otherwise wait for the store."""
-        if isinstance(error, StoreUnavailableError):
-            item.run = self._processor.executor.unreserved(work, self._options)
-        if item.run is not None:
-            self._runners.add(item)
-        else:
-            self._slots.release()
-            self._conclusions.raised(item, error)
-
-    def _reserved(self, item: WorkItem, run: Run) -> None:
-        if run.is_after_crash and self._is_held_back(item, run):
-            self._slots.release()
-        else:
-            item.run = run
-            self._runners.add(item)
-
-    def _is_held_back(self, item: WorkItem, run: Run) -> bool:
-        """Whether the item may not run with others, since too many earlier attempts have lapsed."""
-        if run.is_suspect:
-            self._conclusions.isolate(item, run)
-        elif run.has_crashed_too_often:
-            self._conclusions.attempt(item, run.give_up, run)
-        else:
-            return False
-        return True
-
-    def _declined(self, item: WorkItem, execution: GuardedExecution, verdict: Declined) -> None:
-        executor = self._processor.executor
-        opened = item.delivery.context.run(executor.declined, execution.work, verdict, self._options)
-        if isinstance(opened, Run):
-            self._reserved(item, opened)
-        else:
-            self._slots.release()
-            self._conclusions.conclude(item, opened)
-
     # Ends.
 
     def _drop(self, each: Delivery | WorkItem) -> None:
@@ -279,6 +254,7 @@ class Pipeline:
         if isinstance(each, WorkItem):
             self._conclusions.abandon(each)
         else:
+            self._ahead.drop(each)
             self._leave(each)
 
     def _ended(self, delivery: Delivery, may_commit: bool) -> None:
@@ -289,10 +265,38 @@ class Pipeline:
         self._leave(delivery)
 
     def _leave(self, delivery: Delivery) -> None:
-        """Report that a delivery has left the pipeline, and start the next one of its lane."""
+        """Report that a delivery has left the pipeline, and begin the turn of the next one of its lane."""
         self._left(delivery)
         if (successor := self._lanes.leave(delivery)) is not None:
-            self._ready.append(successor)
+            self._take_turn(successor)
+
+    def _take_turn(self, delivery: Delivery) -> None:
+        """Start a delivery whose turn has come.  In a loop, since it may end at once, and then the next one starts."""
+        self._turns.append(delivery)
+        if self._is_starting:
+            return
+        self._is_starting = True
+        try:
+            while self._turns:
+                self._start(self._turns.popleft())
+        finally:
+            self._is_starting = False
+
+    def _start(self, delivery: Delivery) -> None:
+        if delivery.assignment.closed:
+            self._drop(delivery)
+        elif delivery in self._ahead and not self._ahead.has_answer(delivery):
+            pass  # it starts when its batch has ended
+        elif delivery in self._ahead and not self._isolation.is_closed and self._slots.try_acquire():
+            delivery.assignment.add_running(delivery)
+            prepared, to_reserve = self._ahead.take(delivery), list[Reservable]()
+            self._begin(delivery, prepared.decoded, prepared.items, to_reserve)
+            for item, _ in to_reserve:
+                self._slots.release()
+                self._make_ready(item)
+            self._runners.start()
+        else:
+            self._ready.append(delivery)
             self._schedule()
 
 

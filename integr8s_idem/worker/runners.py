@@ -62,8 +62,6 @@ class Runners:
             if only_closed and not item.delivery.assignment.closed:
                 self._runnable.append(item)
                 continue
-            if item.run is not None:
-                item.run.release()
             self._slots.release()
             self._conclusions.abandon(item)
 

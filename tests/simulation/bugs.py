@@ -29,10 +29,11 @@ from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.worker.assignments import Assignment, Delivery, WorkItem
 from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
+from integr8s_idem.worker.look_ahead import Reservable
 from integr8s_idem.worker.offset_committer import OffsetCommitter
 from integr8s_idem.worker.offset_progress import Progress
 from integr8s_idem.worker.partition_registry import PartitionRegistry
-from integr8s_idem.worker.pipeline import Pipeline, Reservable
+from integr8s_idem.worker.pipeline import Pipeline
 from integr8s_idem.worker.poller import Poller
 from tests.simulation.store import Server, SimulatedStoreClient
 
@@ -365,13 +366,13 @@ def dead_letter_after_the_offset() -> AbstractContextManager[Any]:
 
 def offset_first() -> AbstractContextManager[Any]:
     """A delivery counts as finished when it starts."""
-    original = Pipeline._decode
+    original = Pipeline._begin
 
-    def decode(self: Pipeline, delivery: Delivery, asked: list[Reservable]) -> None:
+    def begin(self: Pipeline, delivery: Delivery, *arguments: Any) -> None:
         self._finish(delivery)
-        original(self, delivery, asked)
+        original(self, delivery, *arguments)
 
-    return _patched(Pipeline, "_decode", decode)
+    return _patched(Pipeline, "_begin", begin)
 
 
 BUGS: Final[dict[str, Bug]] = {

@@ -1,10 +1,15 @@
-"""An observer that records what was counted."""
+"""An observer and a store that record how they are called."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
+from integr8s_idem.records import ReserveRequest, Verdict
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Gauge, Signal, SilentObserver
+from integr8s_idem.testing.flaky_store import FlakyStore
+from integr8s_idem.testing.virtual_time import virtual_now
 
 
 class CountingObserver(SilentObserver):
@@ -21,3 +26,15 @@ class CountingObserver(SilentObserver):
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
         self.gauges[gauge] = value
+
+
+class CountingStore(FlakyStore):
+    """A store with virtual time that records the sizes of `reserve` requests."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryIdempotencyRepository(clock=virtual_now))
+        self.batch_sizes: list[int] = []
+
+    async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        self.batch_sizes.append(len(requests))
+        return await super().reserve(requests)

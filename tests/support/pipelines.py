@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
+from os import urandom
 from typing import Any, Literal
 
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
-from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.keys import Key
+from integr8s_idem.records import IdempotencyStatus, Reserved, ReserveRequest
 from integr8s_idem.worker import ServiceWorker
 from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.fake_consumer import FakeBroker
@@ -107,12 +110,31 @@ def unfinished(worker: ServiceWorker) -> dict[str, object]:
         "waiting": len(pipeline._conclusions._waiting),
         "batches": pipeline._batches,
         "lanes": len(pipeline._lanes),
+        "ahead": len(pipeline._ahead._prepared),
         "in flight": backpressure.in_flight,
         "bytes": backpressure._bytes,
         "slots taken": worker._service.concurrency - pipeline._slots._free,
         "waiting for slots": [turn for turn in pipeline._slots._waiting if not turn.done()],
     }
     return {name: left for name, left in state.items() if left}
+
+
+def key_of(here: Guarded, parcel: int) -> str:
+    return here.manager.space.full(Key.of_event("handle", "parcel_sent", "id", f"parcel-{parcel}"))
+
+
+async def reserved_by_another(here: Guarded, parcel: int, lease: timedelta, *, alone: bool = False) -> list[Reserved]:
+    request = ReserveRequest(
+        key=key_of(here, parcel),
+        token=urandom(16),
+        lease=lease,
+        retention=timedelta(hours=2),
+        owner="another",
+        alone=alone,
+    )
+    (verdict,) = await here.store.reserve([request])
+    assert isinstance(verdict, Reserved)
+    return [verdict]
 
 
 async def leases_left(here: Guarded) -> list[str]:
@@ -138,8 +160,10 @@ __all__ = [
     "completed_parcels",
     "dispatcher_of",
     "guarded",
+    "key_of",
     "leases_left",
     "parcels",
+    "reserved_by_another",
     "sent",
     "turns",
     "unfinished",

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import pairwise
-from os import urandom
 
 import pytest
 
@@ -17,15 +16,15 @@ from integr8s_idem._util.loop_fairness import LONGEST_TURN
 from integr8s_idem.config import OnStoreError
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
-from integr8s_idem.keys import Key
-from integr8s_idem.records import Completion, IdempotencyStatus, Reserved, ReserveRequest, Verdict
+from integr8s_idem.records import Completion, IdempotencyStatus, Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Headers, Phase, Signal, SilentObserver, Span
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
+from tests.support.counting import CountingStore
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
-from tests.support.guarded import LEASE, Guarded, guarded, virtual_store
+from tests.support.guarded import LEASE, guarded
 from tests.support.pipelines import (
     TOPIC,
     Depot,
@@ -33,30 +32,16 @@ from tests.support.pipelines import (
     all_committed,
     completed_parcels,
     dispatcher_of,
+    key_of,
     leases_left,
     parcels,
+    reserved_by_another,
     sent,
     turns,
     unfinished,
 )
 
 EVERY_ORDERING = pytest.mark.parametrize("ordering", ["partition", "key", "none"])
-
-
-class CountedStore(FlakyStore):
-    """Records the sizes of `reserve` requests."""
-
-    def __init__(self) -> None:
-        super().__init__(virtual_store())
-        self.batch_sizes: list[int] = []
-
-    async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
-        self.batch_sizes.append(len(requests))
-        return await super().reserve(requests)
-
-
-def key_of(here: Guarded, parcel: int) -> str:
-    return here.manager.space.full(Key.of_event("handle", "parcel_sent", "id", f"parcel-{parcel}"))
 
 
 class LoopTurns:
@@ -125,7 +110,7 @@ async def test_work_that_keeps_the_event_loop_busy_does_not_block_a_worker() -> 
 
 @virtual_time
 async def test_events_are_reserved_in_batches_and_completed_in_batches() -> None:
-    store, depot, broker = CountedStore(), Depot(), sent(600)
+    store, depot, broker = CountingStore(), Depot(), sent(600)
     here = guarded(store)
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none", concurrency=1_000) as worker:
@@ -142,7 +127,7 @@ async def test_events_are_reserved_in_batches_and_completed_in_batches() -> None
 
 @virtual_time
 async def test_two_batches_are_reserved_concurrently_but_not_a_third() -> None:
-    store, depot, broker = CountedStore(), Depot(), sent(1_000)
+    store, depot, broker = CountingStore(), Depot(), sent(1_000)
     store.held["reserve"] = asyncio.Event()
     dispatcher = dispatcher_of(depot.handle, guarded(store))
     async with running(dispatcher, broker, ordering="none", concurrency=1_000) as worker:
@@ -410,20 +395,6 @@ async def test_an_event_whose_key_was_taken_over_waits_for_the_outcome_of_the_ot
         assert worker.worker.report().tally.leases_lost == 1
 
     assert depot.done == [0]
-
-
-async def reserved_by_another(here: Guarded, parcel: int, lease: timedelta, *, alone: bool = False) -> list[Reserved]:
-    request = ReserveRequest(
-        key=key_of(here, parcel),
-        token=urandom(16),
-        lease=lease,
-        retention=timedelta(hours=2),
-        owner="another",
-        alone=alone,
-    )
-    (verdict,) = await here.store.reserve([request])
-    assert isinstance(verdict, Reserved)
-    return [verdict]
 
 
 @virtual_time

@@ -16,7 +16,7 @@ from integr8s_idem.records import ReserveRequest, Verdict
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import ServiceWorker
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
-from integr8s_idem.worker.pipeline import Pipeline
+from integr8s_idem.worker.reserver import Reserver
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import RunningWorker, running
 from tests.support.guarded import guarded
@@ -192,7 +192,7 @@ async def test_a_bug_in_decoding_a_delivery_stops_the_service_and_loses_nothing(
 async def test_a_bug_in_a_task_of_the_pipeline_stops_the_service() -> None:
     broker = sent(3)
 
-    with mock.patch.object(Pipeline, "_reserved", side_effect=RuntimeError("a bug")):
+    with mock.patch.object(Reserver, "start", side_effect=RuntimeError("a bug")):
         _, why = await failure_of(dispatcher_of(Depot().handle, guarded()), broker, drain_timeout_seconds=1)
 
     assert why == "a bug"

@@ -1,0 +1,135 @@
+"""Decode deliveries and reserve their keys before their turn in their lane.
+
+A lane handles one delivery at a time.  If each were reserved at its turn, every request to the store would contain one
+key per lane.  Instead, a delivery is reserved in one batch with those that wait for it, which then start one after
+another, each when the outcome of the previous one is recorded.
+
+Only `Reserved` and `Completed` are kept until the turn: other answers may change by then, so the store is asked again.
+A reservation is kept for `LONGEST_HOLD` at most.  Otherwise two lanes, each of which waits for a key that is reserved
+for the other, would wait forever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from integr8s_idem.engine.executor import Executor
+from integr8s_idem.engine.run import RunOptions
+from integr8s_idem.engine.work import Isolation
+from integr8s_idem.handlers.handler import GuardedExecution
+from integr8s_idem.records import Completed, Reserved, Verdict
+from integr8s_idem.worker.assignments import Delivery, WorkItem
+from integr8s_idem.worker.delivery_processor import Decoded, UnverifiedReplay
+
+LONGEST_HOLD: Final = 0.5
+"""Seconds after which the key of a delivery whose turn has not come is released, and at most twice as long."""
+
+Reservable: TypeAlias = tuple[WorkItem, GuardedExecution]
+"""An item to be reserved, and its execution."""
+
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """A delivery that was decoded before its turn."""
+
+    decoded: Decoded
+    items: list[WorkItem]
+    """One item for each handler; empty if the delivery is not to be handled as usual."""
+    answered_at: float | None = None
+    """When the store answered, by the event loop's clock."""
+    has_turn: bool = False
+    """Whether its turn came before the answer."""
+
+    def release(self) -> None:
+        """Release its keys."""
+        for item in self.items:
+            item.release()
+
+
+class LookAhead:
+    """The deliveries of one pipeline that were decoded before their turn."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self._options = options
+        self._prepared: dict[Delivery, Prepared] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __contains__(self, delivery: Delivery) -> bool:
+        return delivery in self._prepared
+
+    def add(self, delivery: Delivery, decoded: Decoded) -> list[Reservable]:
+        """Add a decoded delivery, and return its items that are to be reserved."""
+        is_usual = decoded.dead_letter is None and not isinstance(decoded, UnverifiedReplay)
+        items = delivery.begin_items(decoded.executions) if is_usual else []
+        self._prepared[delivery] = Prepared(decoded, items)
+        if delivery.is_recorded:
+            return []
+        return [reservable for item in items if (reservable := _reservable(item)) is not None]
+
+    def keep(self, item: WorkItem, verdict: Verdict, asked_at: float, executor: Executor) -> None:
+        """Keep the answer of the store until the turn of the item's delivery."""
+        execution = item.execution
+        assert isinstance(execution, GuardedExecution)
+        if isinstance(verdict, Reserved):
+            item.run = executor.reserved(execution.work, verdict, asked_at, self._options)
+            if item.delivery.assignment.closed:
+                item.release()
+        elif isinstance(verdict, Completed):
+            item.answer = verdict
+
+    def answered(self, delivery: Delivery) -> bool:
+        """Note that the store has answered, or will not; return whether the turn of `delivery` has come."""
+        prepared = self._prepared.get(delivery)
+        if prepared is None:
+            return False
+        loop = asyncio.get_running_loop()
+        prepared.answered_at = loop.time()
+        if self._timer is None:
+            self._timer = loop.call_later(LONGEST_HOLD, self._release_old)
+        return prepared.has_turn
+
+    def has_answer(self, delivery: Delivery) -> bool:
+        """Whether the store has answered; otherwise note that the turn of `delivery` has come."""
+        prepared = self._prepared[delivery]
+        if prepared.answered_at is None:
+            prepared.has_turn = True
+            return False
+        return True
+
+    def take(self, delivery: Delivery) -> Prepared:
+        """Begin the turn of `delivery`."""
+        return self._prepared.pop(delivery)
+
+    def drop(self, delivery: Delivery) -> None:
+        """Release `delivery`, which is not handled here."""
+        prepared = self._prepared.pop(delivery, None)
+        if prepared is not None:
+            prepared.release()
+            delivery.end()
+
+    def release_closed(self) -> None:
+        """Release the keys of closed assignments."""
+        for delivery, prepared in self._prepared.items():
+            if delivery.assignment.closed:
+                prepared.release()
+
+    def _release_old(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(LONGEST_HOLD, self._release_old) if self._prepared else None
+        latest = loop.time() - LONGEST_HOLD
+        for prepared in self._prepared.values():
+            if prepared.answered_at is not None and prepared.answered_at <= latest:
+                prepared.release()
+
+
+def _reservable(item: WorkItem) -> Reservable | None:
+    """Return `item` if its work may be reserved before its turn.
+
+    If it cannot be isolated, each lapsed attempt counts against it, even if its handler never started.
+    """
+    execution = item.execution
+    if not isinstance(execution, GuardedExecution) or not execution.together:
+        return None
+    return (item, execution) if execution.work.isolation is Isolation.PENDING else None
