@@ -221,6 +221,7 @@ async def test_a_takeover_never_lowers_a_fence_that_is_ahead_of_the_clock(
         st.binary(max_size=60),
     )
 )
+@example(raw=checked(bytes((2, 1, 0)) + b"\0\1" + bytes(13)) + bytes(24))
 @example(raw=bytes((1, 1, 96)) + b"\0\1" + bytes(29))
 @example(raw=bytes((1, 1, 4)) + b"\0\1" + bytes(29))
 @example(raw=bytes((1, 1, 0)) + b"\0\0" + bytes(29))

@@ -37,6 +37,13 @@ local function continued(crc, text)
   return bit.bnot(crc)
 end
 
+-- Whether the checks of everything after the header match; it is slow, so only takeovers use it.
+local function intact(record, extras, token_at)
+  local of_extras, of_rest = unpack('>I4I4', record, token_at - 8)
+  return continued(0, sub(record, extras, token_at - 9)) == bit.tobit(of_extras)
+    and continued(0, sub(record, token_at)) == bit.tobit(of_rest)
+end
+
 -- Append the history of attempts, if there is one, to the part after the header: a byte that is not valid in UTF-8,
 -- and in decimal the attempts that lapsed, how many of them ran alone, and whether the current one runs alone.
 local function with_history(body, extras, lapsed, lapsed_alone, alone)
@@ -101,6 +108,9 @@ local function update(key, record, request, lease, retention)
       new = new .. with_history(sub(request, 14), EXTRAS[offered % 4], lapsed, lapsed_alone, alone)
     end
   elseif lease_until <= now then
+    if format == 2 and not intact(record, extras, token_at) then
+      return record
+    end
     local _, fence = unpack('>HI7', record, 4)
     local attempt = math.min(high * 256 + low + 1, 65535)
     local previous = lease_until == 0 and 32 or 64
