@@ -26,13 +26,30 @@ class QuickPool(BlockingConnectionPool):
         self._ready: list[tuple[Any, asyncio.AbstractEventLoop, float]] = []
         self._waiting = 0
 
-    async def get_connection(self, *names: Any, **options: Any) -> Any:
+    def take_ready(self) -> Any | None:
+        """Return a connection that was used a moment ago, without waiting; `None` if there is none."""
+        if not self._ready:
+            return None
+        connection, owner_loop, since = self._ready[-1]
         loop = asyncio.get_running_loop()
-        while self._ready:
-            connection, owner_loop, since = self._ready.pop()
-            if owner_loop is loop and loop.time() - since < FRESH_SECONDS:
-                return connection
-            await super().release(connection)
+        if owner_loop is not loop or loop.time() - since >= FRESH_SECONDS:
+            return None
+        self._ready.pop()
+        return connection
+
+    def keep_ready(self, connection: Any) -> bool:
+        """Keep a connection for the next `take_ready`; `False` if it must be released."""
+        if self._waiting or len(self._ready) >= KEPT or not connection.is_connected or _should_reconnect(connection):
+            return False
+        loop = asyncio.get_running_loop()
+        self._ready.append((connection, loop, loop.time()))
+        return True
+
+    async def get_connection(self, *names: Any, **options: Any) -> Any:
+        if (ready := self.take_ready()) is not None:
+            return ready
+        while self._ready:  # the most recent one is too old already
+            await super().release(self._ready.pop()[0])
         self._waiting += 1
         try:
             return await super().get_connection(*names, **options)  # type: ignore[no-untyped-call]
@@ -40,11 +57,8 @@ class QuickPool(BlockingConnectionPool):
             self._waiting -= 1
 
     async def release(self, connection: Any) -> None:
-        if self._waiting or len(self._ready) >= KEPT or not connection.is_connected or _should_reconnect(connection):
+        if not self.keep_ready(connection):
             await super().release(connection)
-        else:
-            loop = asyncio.get_running_loop()
-            self._ready.append((connection, loop, loop.time()))
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
         """Disconnect all connections, treating ready ones as not in use."""

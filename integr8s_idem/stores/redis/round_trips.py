@@ -10,9 +10,12 @@ from typing import Any, Final, TypeVar
 
 from hiredis import pack_command
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import NoScriptError, ResponseError
 
+from integr8s_idem.stores.redis.direct_exchange import direct_exchange
 from integr8s_idem.stores.redis.errors import TooFewReplicasError
+from integr8s_idem.stores.redis.pools import QuickPool
 from integr8s_idem.stores.redis.scripts import LOADS, Command, Script, command_of
 
 CommandSource = Command | Callable[[], Command]
@@ -66,8 +69,15 @@ async def send(client: Redis, commands: Sequence[CommandSource], wait: ReplicaWa
 
 async def _exchange(pool: Any, commands: Sequence[CommandSource]) -> list[Any]:
     """Send commands over a connection of the pool; `execute_command` and pipelines of the driver take twice as long."""
-    connection = await pool.get_connection()
+    quick = pool if isinstance(pool, QuickPool) else None
+    connection = (quick and quick.take_ready()) or await pool.get_connection()
     try:
+        exchange = direct_exchange(connection)
+        if exchange is not None and (packed := _packed(commands)) is not None:
+            try:
+                return await exchange.request(packed, len(commands))
+            except (LostConnectionError, OSError):
+                await connection.disconnect(nowait=True)  # then send it again as usual, with retries
         answers: list[Any] = await connection.retry.call_with_retry(
             lambda: _send_all(connection, commands), lambda _: connection.disconnect()
         )
@@ -77,7 +87,17 @@ async def _exchange(pool: Any, commands: Sequence[CommandSource]) -> list[Any]:
         await connection.disconnect(nowait=True)
         raise
     finally:
-        await pool.release(connection)
+        if quick is None or not quick.keep_ready(connection):
+            await pool.release(connection)
+
+
+def _packed(commands: Sequence[CommandSource]) -> bytes | None:
+    """Return the bytes of commands, unless there are some to be created while others are executed."""
+    if len(commands) == 1:
+        return None if callable(commands[0]) else pack_command(commands[0])  # type: ignore[arg-type]  # of any length
+    if any(map(callable, commands)):
+        return None
+    return b"".join(map(pack_command, commands))  # type: ignore[arg-type]  # of any length
 
 
 async def _send_all(connection: Any, commands: Sequence[CommandSource]) -> list[Any]:
@@ -101,7 +121,15 @@ async def run(
     client: Redis, script: Script, keys: Sequence[str], args: Sequence[bytes | int], wait: ReplicaWait | None
 ) -> Any:
     """Run a script on one server, loading it if the server does not know it."""
-    return (await run_all(client, script, [command_of(script, keys, args)], wait))[0]
+    command = command_of(script, keys, args)
+    if wait is not None:
+        return (await run_all(client, script, [command], wait))[0]
+    (answer,) = await _exchange(client.connection_pool, (command,))
+    if isinstance(answer, ResponseError):
+        if isinstance(answer, NoScriptError):
+            return (await run_all(client, script, [command], None))[0]
+        raise answer
+    return answer
 
 
 async def run_all(

@@ -1,0 +1,126 @@
+"""Send a request over a connection of the driver, and pass the responses directly to its parser.
+
+The driver reads through an asyncio stream, which takes eight function calls per response.  During a request, the
+transport reports to a `DirectExchange` instead, which feeds the same parser.  Connecting, TLS, authentication and
+retries remain the driver's.
+
+Transport and parser are not public attributes of a connection.  `direct_exchange` checks that they are as expected, and
+that nothing is left to read; otherwise it returns `None`, and the driver's own methods are to be used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import hiredis
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ConnectionError as LostConnectionError
+
+_PENDING: Final[dict[type[Any], object]] = {}
+"""By type of parser: what it returns if it needs more data."""
+
+_PUSH: Final[type[Any] | None] = getattr(hiredis, "PushNotification", None)
+"""The class of messages that are not responses; older versions of hiredis have none."""
+
+
+class DirectExchange(asyncio.Protocol):
+    """One request and its responses."""
+
+    def __init__(self, transport: asyncio.Transport, reader: Any, pending: object) -> None:
+        """
+        Args:
+            reader: Parses the responses.
+            pending: What it returns if it needs more data.
+        """
+        self._transport = transport
+        self._usual: Any = transport.get_protocol()
+        self._reader = reader
+        self._pending = pending
+        self._number = 0
+        self._answers: list[Any] = []
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def request(self, packed: bytes, number: int) -> list[Any]:
+        """Send commands, and return their `number` responses; a refusal of the server is an error among them.
+
+        Raises:
+            redis.exceptions.ConnectionError: The connection was lost, or the server asks to connect again.
+            redis.exceptions.InvalidResponse: The response is not valid.
+        """
+        self._number = number
+        self._transport.set_protocol(self)
+        try:
+            self._transport.write(packed)
+            await self._done
+        finally:
+            if not self._transport.is_closing():
+                self._transport.set_protocol(self._usual)
+        for answer in self._answers:
+            if isinstance(answer, LostConnectionError):
+                raise answer
+        return self._answers
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received bytes."""
+        try:
+            self._parse(data)
+        except Exception as error:  # noqa: BLE001  # raised by `request`
+            self._fail(error)
+
+    def _parse(self, data: bytes) -> None:
+        self._reader.feed(data)
+        while len(self._answers) < self._number:
+            answer = self._reader.gets()
+            if answer is self._pending:
+                return
+            if _PUSH is not None and isinstance(answer, _PUSH):
+                raise LostConnectionError("the server sent a push message during a request")
+            self._answers.append(answer)
+        if not self._done.done():
+            self._done.set_result(None)
+
+    def eof_received(self) -> bool | None:
+        """Note that the server has closed the connection."""
+        self._fail(LostConnectionError("the server closed the connection"))
+        keeps_open: bool | None = self._usual.eof_received()
+        return keeps_open
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Note that the connection is lost."""
+        self._fail(LostConnectionError(f"the connection was lost: {error}"))
+        self._usual.connection_lost(error)
+
+    def pause_writing(self) -> None:
+        """Pass the call on to the driver's stream, which counts it."""
+        self._usual.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Pass the call on to the driver's stream, which counts it."""
+        self._usual.resume_writing()
+
+    def _fail(self, error: Exception) -> None:
+        if not self._done.done():
+            self._done.set_exception(error)
+
+
+def direct_exchange(connection: Any) -> DirectExchange | None:
+    """Return an exchange over `connection`; `None` if the driver's own methods are to be used."""
+    try:
+        stream, transport, parser = connection._reader, connection._writer.transport, connection._parser
+        reader = parser._reader
+        is_busy = bool(stream._buffer) or stream.at_eof() or transport.is_closing() or connection.health_check_interval
+    except AttributeError:
+        return None  # not connected, or another version of the driver
+    # Connections of a Sentinel's primary act on some errors when they read them.
+    if (
+        is_busy
+        or type(connection).read_response is not AbstractConnection.read_response
+        or type(reader) is not hiredis.Reader
+        or reader.has_data()
+    ):
+        return None
+    kind = type(parser)
+    if kind not in _PENDING:
+        _PENDING[kind] = reader.gets()  # the reader is empty
+    return DirectExchange(transport, reader, _PENDING[kind])

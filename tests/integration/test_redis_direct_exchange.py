@@ -1,0 +1,173 @@
+"""Requests that bypass the driver's stream: they are used, and lose or mix up no answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from integr8s_idem.config import RedisStoreSettings
+from integr8s_idem.stores.redis import redis_client, round_trips
+from integr8s_idem.stores.redis.direct_exchange import DirectExchange, direct_exchange
+from integr8s_idem.stores.redis.round_trips import send
+from tests.support.fault_proxy import Cut, Drip, FaultProxy
+from tests.support.redis import RedisServer, url_of
+
+LARGE = b"x" * 200_000
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[Redis]:
+    """Return a client like that of the store."""
+    client = redis_client(RedisStoreSettings(url=redis_url))
+    yield client
+    await client.aclose()
+
+
+class Counted:
+    """Counts the requests that are sent directly, and those that the driver sends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.direct = self.by_driver = 0
+        request, send_all = DirectExchange.request, round_trips._send_all
+
+        async def counted_request(*arguments: Any) -> Any:
+            self.direct += 1
+            return await request(*arguments)
+
+        async def counted_send(*arguments: Any) -> Any:
+            self.by_driver += 1
+            return await send_all(*arguments)
+
+        monkeypatch.setattr(DirectExchange, "request", counted_request)
+        monkeypatch.setattr(round_trips, "_send_all", counted_send)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+async def test_requests_bypass_the_drivers_stream_and_leave_it_usable(client: Redis, counted: Counted) -> None:
+    for number in range(5):
+        assert await send(client, [("SET", "k", number), ("GET", "k")]) == [b"OK", str(number).encode()]
+        assert await client.get("k") == str(number).encode()
+
+    assert (counted.direct, counted.by_driver) == (5, 0)
+
+
+async def test_large_requests_and_answers_are_complete(client: Redis, counted: Counted) -> None:
+    answers = await send(client, [("SET", "k", LARGE * 20), ("GET", "k"), ("ECHO", "end")])
+
+    assert answers == [b"OK", LARGE * 20, b"end"]
+    assert counted.direct == 1
+
+
+async def test_an_answer_that_arrives_in_pieces_is_complete(redis_server: RedisServer, counted: Counted) -> None:
+    async with FaultProxy(redis_server.address) as proxy:
+        client = redis_client(RedisStoreSettings(url=url_of(proxy.address), timeout_seconds=30))
+        await send(client, [("SET", "k", "0123456789" * 20)])
+        with proxy.fault(Drip(1_000)):
+            answers = await send(client, [("GET", "k"), ("ECHO", "end")])
+        await client.aclose()
+
+    assert answers == [b"0123456789" * 20, b"end"]
+    assert (counted.direct, counted.by_driver) == (2, 0)
+
+
+@pytest.mark.parametrize("after", [0, 1, 30])
+async def test_a_request_whose_answer_is_cut_is_sent_again(
+    redis_server: RedisServer, counted: Counted, after: int
+) -> None:
+    async with FaultProxy(redis_server.address) as proxy:
+        client = redis_client(RedisStoreSettings(url=url_of(proxy.address)))
+        await send(client, [("SET", "k", "0123456789" * 20), ("DEL", "n")])
+        cut = proxy.put(Cut(matching=b"INCR", after=after))
+        answers = await send(client, [("INCR", "n"), ("GET", "k")])
+        again = await send(client, [("ECHO", "next")])
+        await client.aclose()
+
+    assert cut.struck == 1
+    assert answers == [2, b"0123456789" * 20]  # the first was executed, too
+    assert again == [b"next"]
+    assert (counted.direct, counted.by_driver) == (3, 1)
+
+
+async def test_a_cancelled_request_leaves_no_answer_to_the_next_one(client: Redis) -> None:
+    await send(client, [("ECHO", "warm")])
+    for turns in range(8):
+        asking = asyncio.create_task(send(client, [("ECHO", f"cancelled {turns}")]))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait({asking})
+
+        assert await send(client, [("ECHO", f"next {turns}")]) == [f"next {turns}".encode()]
+
+
+async def test_a_refusal_is_an_answer(client: Redis, counted: Counted) -> None:
+    refused, echoed = await send(client, [("NOSUCH",), ("ECHO", "one")])
+
+    assert isinstance(refused, ResponseError)
+    assert echoed == b"one"
+    assert (counted.direct, counted.by_driver) == (1, 0)
+
+
+async def test_a_server_that_asks_to_connect_again_is_asked_again(redis_server: RedisServer) -> None:
+    """An answer that the driver treats as a lost connection, such as LOADING."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        while data := await reader.read(1 << 16):
+            if b"ECHO" not in data:
+                writer.write(b"+OK\r\n" * data.count(b"\r\n*") + b"+OK\r\n")
+            else:
+                writer.write(answers.pop(0))
+        writer.close()
+
+    connections: list[asyncio.StreamWriter] = []
+    answers = [b"$4\r\nwarm\r\n", b"-LOADING Redis is loading the dataset in memory\r\n", b"$3\r\none\r\n"]
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}?protocol=2"
+    client = redis_client(RedisStoreSettings(url=url))
+    try:
+        assert await send(client, [("ECHO", "warm")]) == [b"warm"]
+        assert await send(client, [("ECHO", "one")]) == [b"one"]
+    finally:
+        await client.aclose()
+        server.close()
+        await asyncio.gather(*(each.wait_closed() for each in connections))
+
+    assert answers == []
+    assert len(connections) == 2
+
+
+async def test_connections_that_are_not_as_expected_are_left_to_the_driver(client: Redis) -> None:
+    await client.ping()
+    pool: Any = client.connection_pool
+    connection = await pool.get_connection()
+    assert direct_exchange(connection) is not None
+
+    for name in ("_parser", "_reader", "_writer"):
+        kept = getattr(connection, name)
+        setattr(connection, name, None)
+        assert direct_exchange(connection) is None
+        setattr(connection, name, kept)
+    connection._reader.feed_data(b"+unexpected\r\n")
+    assert direct_exchange(connection) is None
+    await connection.disconnect()
+    assert direct_exchange(connection) is None
+    await pool.release(connection)
+
+
+async def test_the_driver_gets_the_same_answers(
+    client: Redis, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_trips, "direct_exchange", lambda _: None)
+
+    assert await send(client, [("SET", "k", "one"), ("GET", "k")]) == [b"OK", b"one"]
+    assert (counted.direct, counted.by_driver) == (0, 1)
