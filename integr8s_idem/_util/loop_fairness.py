@@ -50,7 +50,8 @@ class Pace:
         """Return whether the next function has to wait."""
         if self._waiting:
             return True
-        return self._is_long()
+        turn_ends = self._turn_ends
+        return self._is_long() if turn_ends is None else self._clock() > turn_ends
 
     async def wait(self) -> None:
         """Wait until the function may start; callers are served in order."""

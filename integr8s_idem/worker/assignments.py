@@ -87,6 +87,7 @@ class Delivery:
         "assignment",
         "context",
         "is_abandoned",
+        "is_prepared",
         "is_recorded",
         "record",
         "size",
@@ -106,6 +107,8 @@ class Delivery:
         """Whether it was released unsettled, to be redelivered."""
         self.is_recorded = False
         """Whether its phases are recorded in a span."""
+        self.is_prepared = False
+        """Whether it was decoded before its turn, and its turn has not begun."""
         self._pending = 0
         self._processing: DetachedPhase | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Hashable
 from itertools import islice
@@ -49,11 +50,13 @@ class Lanes:
 
     def __init__(self, ordering: Ordering) -> None:
         self._ordering = ordering
+        self.are_ordered = ordering != "none"
+        """Whether deliveries wait for each other."""
         self._lanes: dict[Hashable, Lane] = {}
 
     def enter(self, delivery: Delivery) -> bool:
         """Return whether it is the turn of `delivery`; otherwise it waits."""
-        if self._ordering == "none":
+        if not self.are_ordered:
             return True
         lane = self._lanes.get(name := self._name_of(delivery))
         if lane is None:
@@ -64,7 +67,7 @@ class Lanes:
 
     def leave(self, delivery: Delivery) -> Delivery | None:
         """End the turn of `delivery`, and return the next delivery of its lane, if there is one."""
-        if self._ordering == "none":
+        if not self.are_ordered:
             return None
         lane = self._lanes[name := self._name_of(delivery)]
         if lane.waiting:
@@ -72,17 +75,18 @@ class Lanes:
         del self._lanes[name]
         return None
 
-    def of(self, delivery: Delivery) -> Lane | None:
-        """Return the lane of `delivery`; `None` if there is no order."""
-        return None if self._ordering == "none" else self._lanes[self._name_of(delivery)]
+    def take_ahead(self, delivery: Delivery) -> list[Delivery]:
+        """Return the deliveries to be reserved in one batch with `delivery`, before their turn."""
+        lane = self._lanes[self._name_of(delivery)]
+        return lane.take_ahead(asyncio.get_running_loop().time()) if lane.waiting else []
 
     def slow_down(self, delivery: Delivery) -> None:
         """Reserve only one delivery in the next batch of its lane.
 
         Called after a crash.  If the next crash is caused by the first delivery, no others lapse with it.
         """
-        if (lane := self.of(delivery)) is not None:
-            lane.slow_down()
+        if self.are_ordered:
+            self._lanes[self._name_of(delivery)].slow_down()
 
     def __len__(self) -> int:
         return len(self._lanes)

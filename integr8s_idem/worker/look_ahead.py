@@ -56,14 +56,12 @@ class LookAhead:
         self._prepared: dict[Delivery, Prepared] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def __contains__(self, delivery: Delivery) -> bool:
-        return delivery in self._prepared
-
     def add(self, delivery: Delivery, decoded: Decoded) -> list[Reservable]:
         """Add a decoded delivery, and return its items that are to be reserved."""
         is_usual = decoded.dead_letter is None and not isinstance(decoded, UnverifiedReplay)
         items = delivery.begin_items(decoded.executions) if is_usual else []
         self._prepared[delivery] = Prepared(decoded, items)
+        delivery.is_prepared = True
         if delivery.is_recorded:
             return []
         return [reservable for item in items if (reservable := _reservable(item)) is not None]
@@ -100,6 +98,7 @@ class LookAhead:
 
     def take(self, delivery: Delivery) -> Prepared:
         """Begin the turn of `delivery`."""
+        delivery.is_prepared = False
         return self._prepared.pop(delivery)
 
     def drop(self, delivery: Delivery) -> None:

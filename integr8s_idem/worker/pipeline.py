@@ -143,19 +143,14 @@ class Pipeline:
                 taken.append(self._ready.popleft())
                 if isinstance(first, Delivery):
                     first.assignment.add_running(first)
-                    ahead += self._following(first)
+                    if self._lanes.are_ordered and not first.is_prepared:
+                        ahead += self._lanes.take_ahead(first)
             else:
                 break
         if taken:
             self._batches += 1
             self._tasks.begin(self._batch(taken, ahead), self._context, partial(self._batch_ended, taken, ahead))
             self._schedule()
-
-    def _following(self, delivery: Delivery) -> list[Delivery]:
-        """Return the deliveries to be reserved in one batch with `delivery`, before their turn."""
-        if delivery in self._ahead or (lane := self._lanes.of(delivery)) is None:
-            return []
-        return lane.take_ahead(asyncio.get_running_loop().time())
 
     def _batch_ended(
         self, taken: deque[Delivery | WorkItem], ahead: Sequence[Delivery], task: asyncio.Task[None]
@@ -184,7 +179,7 @@ class Pipeline:
             each = taken.popleft()
             if isinstance(each, WorkItem):
                 self._prepare(each, to_reserve)
-            elif each in self._ahead:
+            elif each.is_prepared:
                 prepared = self._ahead.take(each)
                 self._begin(each, prepared.decoded, prepared.items, to_reserve)
             elif (decoded := self._decode(each)) is not None:
@@ -285,9 +280,9 @@ class Pipeline:
     def _start(self, delivery: Delivery) -> None:
         if delivery.assignment.closed:
             self._drop(delivery)
-        elif delivery in self._ahead and not self._ahead.has_answer(delivery):
+        elif delivery.is_prepared and not self._ahead.has_answer(delivery):
             pass  # it starts when its batch has ended
-        elif delivery in self._ahead and not self._isolation.is_closed and self._slots.try_acquire():
+        elif delivery.is_prepared and not self._isolation.is_closed and self._slots.try_acquire():
             delivery.assignment.add_running(delivery)
             prepared, to_reserve = self._ahead.take(delivery), list[Reservable]()
             self._begin(delivery, prepared.decoded, prepared.items, to_reserve)

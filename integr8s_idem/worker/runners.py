@@ -72,7 +72,8 @@ class Runners:
         self.start()
 
     async def _runner(self) -> None:
-        done, is_spare = 0, True
+        done, is_spare, task = 0, True, asyncio.current_task()
+        assert task is not None, "runners are tasks"
         while self._runnable and not self._isolation.is_closed:
             if done == TURN:
                 await asyncio.sleep(0)
@@ -88,14 +89,14 @@ class Runners:
                 self._spare, is_spare = None, False
             item = self._runnable.popleft()
             self.start()
-            await self._run(item)
+            await self._run(item, task)
             done += 1
 
-    async def _run(self, item: WorkItem) -> None:
+    async def _run(self, item: WorkItem, task: asyncio.Task[Any]) -> None:
         conclusions = self._conclusions
         self._isolation.enter()
         try:
-            outcome = await in_context(item.delivery.context.copy(), self._call(item))
+            outcome = await in_context(item.delivery.context.copy(), self._call(item, task))
         except AbandonedError:
             conclusions.abandon(item)
         except Exception as error:  # noqa: BLE001  # `raised` handles all errors of an item
@@ -114,16 +115,14 @@ class Runners:
             self._isolation.leave()
             self._slots.release()
 
-    async def _call(self, item: WorkItem) -> FirstOutcome | Returned[Any]:
-        """Run the handler of an item in the current task."""
+    async def _call(self, item: WorkItem, task: asyncio.Task[Any]) -> FirstOutcome | Returned[Any]:
+        """Run the handler of an item in `task`, the current one."""
         delivery, execution, run = item.delivery, item.execution, item.run
         item.run = None
         if delivery.assignment.closed:
             if run is not None:
                 run.release()
             raise AbandonedError
-        task = asyncio.current_task()
-        assert task is not None, "runners are tasks"
         delivery.tasks.add(task)
         try:
             if run is None:
