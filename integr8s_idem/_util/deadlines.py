@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from integr8s_idem._util.per_loop import PerLoop
 
@@ -66,7 +66,7 @@ class Deadline:
             self._task.uncancel()
         return self.expired
 
-    def __enter__(self) -> Deadline:
+    def __enter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None, "a deadline needs a task"
         self._task = task

@@ -326,7 +326,7 @@ class Executor(RunServices):
             raise
         for each, is_written in zip(returned, written, strict=True):
             if is_written:
-                if each.completion is not None:
+                if self.cache is not None and each.completion is not None:
                     each.run.keep(each.completion, began_at)
                 self.runs.remove(each.run)
         return written

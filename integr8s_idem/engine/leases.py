@@ -119,10 +119,6 @@ class HeldLease(Deadline):
         self._keeper.drop(self)
         return super().leave()
 
-    def __enter__(self) -> HeldLease:
-        super().__enter__()
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -174,7 +174,7 @@ class Run(ActiveRun):
         try:
             try:
                 with lease, services.observer.phase(Phase.HANDLE, work.event_type):
-                    value: T = repeatable(await function(attempt), work.key.label, work.returns)
+                    value: T = repeatable(await function(attempt), attempt.label, work.returns)
             except asyncio.CancelledError:
                 services.client.release_later(work, lease.reservation)
                 raise
