@@ -41,6 +41,8 @@ class Pace:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._first_again = 0
         """How many of them, at the front, were resumed once and had to wait again."""
+        self._resumed = 0
+        """Functions that were resumed and have not run since."""
         self._calls: dict[int, None] = {}
         """Numbers of store calls in progress, oldest first."""
         self._last_call = 0
@@ -50,20 +52,27 @@ class Pace:
         """Return whether the next function has to wait."""
         if self._waiting:
             return True
-        turn_ends = self._turn_ends
-        return self._is_long() if turn_ends is None else self._clock() > turn_ends
+        if self._turn_ends is None:
+            return self._resumed > 0 or self._is_long()  # those that were resumed begin the turn
+        return self._clock() > self._turn_ends
 
     async def wait(self) -> None:
         """Wait until the function may start; callers are served in order."""
-        loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(turn)
-        await turn
+        await self._wait_at(len(self._waiting))
         while self._is_long():  # those that were resumed together with this one took the whole turn
-            turn = loop.create_future()
-            self._waiting.insert(self._first_again, turn)
             self._first_again += 1
+            await self._wait_at(self._first_again - 1)
+
+    async def _wait_at(self, place: int) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.insert(place, turn)
+        try:
             await turn
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._resumed -= 1
+                if not self._resumed and self._waiting:
+                    self._is_long()  # if they were all cancelled, nothing else resumes those that wait
 
     def _is_long(self) -> bool:
         now = self._clock()
@@ -111,6 +120,7 @@ class Pace:
         for turn in waiting:
             if not turn.done():
                 turn.set_result(None)
+                self._resumed += 1
 
 
 pace_of = PerLoop(Pace)

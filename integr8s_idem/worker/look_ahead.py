@@ -5,20 +5,22 @@ key per lane.  Instead, a delivery is reserved in one batch with those that wait
 another, each when the outcome of the previous one is recorded.
 
 Only `Reserved` and `Completed` are kept until the turn: other answers may change by then, so the store is asked again.
-A reservation is kept for `LONGEST_HOLD` at most.  Otherwise two lanes, each of which waits for a key that is reserved
-for the other, would wait forever.
+A reservation is kept for a limited time, `LONGEST_HOLD`.  Otherwise two lanes, each of which waits for a key that is
+reserved for the other, would wait forever.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from integr8s_idem.config import OnInProgress
 from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.run import RunOptions
 from integr8s_idem.engine.work import Isolation
-from integr8s_idem.handlers.handler import GuardedExecution
+from integr8s_idem.handlers.handler import GuardedExecution, HandlerExecution
 from integr8s_idem.records import Completed, Reserved, Verdict
 from integr8s_idem.worker.assignments import Delivery, WorkItem
 from integr8s_idem.worker.delivery_processor import Decoded, UnverifiedReplay
@@ -56,15 +58,29 @@ class LookAhead:
         self._prepared: dict[Delivery, Prepared] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, delivery: Delivery, decoded: Decoded) -> list[Reservable]:
-        """Add a decoded delivery, and return its items that are to be reserved."""
+    def add(self, delivery: Delivery, decoded: Decoded) -> None:
+        """Add a decoded delivery."""
         is_usual = decoded.dead_letter is None and not isinstance(decoded, UnverifiedReplay)
         items = delivery.begin_items(decoded.executions) if is_usual else []
         self._prepared[delivery] = Prepared(decoded, items)
         delivery.is_prepared = True
-        if delivery.is_recorded:
-            return []
-        return [reservable for item in items if (reservable := _reservable(item)) is not None]
+
+    def reservable(self, deliveries: Iterable[Delivery], due: Iterable[HandlerExecution]) -> list[Reservable]:
+        """Return the items of `deliveries` that may be reserved before their turn, after those of `due`.
+
+        If a key occurs again, the store is asked for the later ones at their turn: they must not get it first.
+        """
+        found: list[Reservable] = []
+        keys = {execution.work.key for execution in due if isinstance(execution, GuardedExecution)}
+        for delivery in deliveries:
+            prepared = self._prepared.get(delivery)
+            for item in prepared.items if prepared is not None else ():
+                execution = item.execution
+                if isinstance(execution, GuardedExecution) and execution.work.key not in keys:
+                    keys.add(execution.work.key)
+                    if not delivery.is_recorded and _may_be_early(execution):
+                        found.append((item, execution))
+        return found
 
     def keep(self, item: WorkItem, verdict: Verdict, asked_at: float, executor: Executor) -> None:
         """Keep the answer of the store until the turn of the item's delivery."""
@@ -77,7 +93,7 @@ class LookAhead:
         elif isinstance(verdict, Completed):
             item.answer = verdict
 
-    def answered(self, delivery: Delivery) -> bool:
+    def note_answer(self, delivery: Delivery) -> bool:
         """Note that the store has answered, or will not; return whether the turn of `delivery` has come."""
         prepared = self._prepared.get(delivery)
         if prepared is None:
@@ -88,13 +104,11 @@ class LookAhead:
             self._timer = loop.call_later(LONGEST_HOLD, self._release_old)
         return prepared.has_turn
 
-    def has_answer(self, delivery: Delivery) -> bool:
-        """Whether the store has answered; otherwise note that the turn of `delivery` has come."""
+    def is_answered_at_turn(self, delivery: Delivery) -> bool:
+        """Note that the turn of `delivery` has come, and return whether the store has answered."""
         prepared = self._prepared[delivery]
-        if prepared.answered_at is None:
-            prepared.has_turn = True
-            return False
-        return True
+        prepared.has_turn = True
+        return prepared.answered_at is not None
 
     def take(self, delivery: Delivery) -> Prepared:
         """Begin the turn of `delivery`."""
@@ -123,12 +137,14 @@ class LookAhead:
                 prepared.release()
 
 
-def _reservable(item: WorkItem) -> Reservable | None:
-    """Return `item` if its work may be reserved before its turn.
+def _may_be_early(execution: GuardedExecution) -> bool:
+    """Whether work may be reserved before its turn.
 
-    If it cannot be isolated, each lapsed attempt counts against it, even if its handler never started.
+    If it cannot be isolated, each lapsed attempt counts against it, even if its handler never started.  If others skip
+    work that is in progress, they would skip it although nothing runs.
     """
-    execution = item.execution
-    if not isinstance(execution, GuardedExecution) or not execution.together:
-        return None
-    return (item, execution) if execution.work.isolation is Isolation.PENDING else None
+    return (
+        execution.together
+        and execution.work.isolation is Isolation.PENDING
+        and execution.on_in_progress is not OnInProgress.SKIP
+    )

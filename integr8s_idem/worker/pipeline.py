@@ -25,7 +25,7 @@ from functools import partial
 from typing import Final
 
 from integr8s_idem.engine.run import RunOptions
-from integr8s_idem.handlers.handler import GuardedExecution
+from integr8s_idem.handlers.handler import GuardedExecution, HandlerExecution
 from integr8s_idem.worker.assignments import Assignment, Delivery, WorkItem
 from integr8s_idem.worker.batch_limits import MOST_TOGETHER
 from integr8s_idem.worker.conclusions import Conclusions
@@ -97,6 +97,7 @@ class Pipeline:
     def abandon_all(self) -> None:
         """Abandon all deliveries that are ready or waiting, after all assignments were closed."""
         self._conclusions.abandon_waiting()
+        self._ahead.release_closed()
         self._runners.release(only_closed=False)
         while self._ready:
             self._drop(self._ready.popleft())
@@ -163,34 +164,37 @@ class Pipeline:
             if isinstance(each, WorkItem):
                 self._conclusions.abandon(each)
             else:
+                self._ahead.drop(each)
                 self._ended(each, may_commit=False)
         for delivery in ahead:
-            if self._ahead.answered(delivery):
+            if self._ahead.note_answer(delivery):
                 self._take_turn(delivery)
         self._schedule()
 
     async def _batch(self, taken: deque[Delivery | WorkItem], ahead: Sequence[Delivery]) -> None:
         to_reserve: list[Reservable] = []
-        to_reserve_ahead: list[Reservable] = []
+        due: list[HandlerExecution] = []
         for delivery in ahead:
             if (decoded := self._decode(delivery)) is not None:
-                to_reserve_ahead += self._ahead.add(delivery, decoded)
+                self._ahead.add(delivery, decoded)
         while taken:
             each = taken.popleft()
             if isinstance(each, WorkItem):
+                due.append(each.execution)
                 self._prepare(each, to_reserve)
             elif each.is_prepared:
                 prepared = self._ahead.take(each)
                 self._begin(each, prepared.decoded, prepared.items, to_reserve)
             elif (decoded := self._decode(each)) is not None:
+                due += decoded.executions
                 self._begin(each, decoded, (), to_reserve)
             else:
                 self._slots.release()
                 self._ended(each, may_commit=False)
         self._runners.start()
-        if to_reserve or to_reserve_ahead:
-            # In this order: of two deliveries with the same key, the one whose turn it is gets it.
-            await self._reserver.reserve(to_reserve, to_reserve_ahead)
+        early = self._ahead.reservable(ahead, due)[: MOST_TOGETHER - len(to_reserve)] if ahead else []
+        if to_reserve or early:
+            await self._reserver.reserve(to_reserve, early)
 
     def _decode(self, delivery: Delivery) -> Decoded | None:
         """Decode a delivery; `None` after a bug in the library, which ends its assignment."""
@@ -280,7 +284,7 @@ class Pipeline:
     def _start(self, delivery: Delivery) -> None:
         if delivery.assignment.closed:
             self._drop(delivery)
-        elif delivery.is_prepared and not self._ahead.has_answer(delivery):
+        elif delivery.is_prepared and not self._ahead.is_answered_at_turn(delivery):
             pass  # it starts when its batch has ended
         elif delivery.is_prepared and not self._isolation.is_closed and self._slots.try_acquire():
             delivery.assignment.add_running(delivery)
@@ -290,6 +294,7 @@ class Pipeline:
                 self._slots.release()
                 self._make_ready(item)
             self._runners.start()
+            self._schedule()  # for its other items
         else:
             self._ready.append(delivery)
             self._schedule()

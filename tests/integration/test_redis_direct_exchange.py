@@ -33,7 +33,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.direct = self.by_driver = 0
-        request, send_all = DirectExchange.request, round_trips._send_all
+        request, send_all = DirectExchange.request, round_trips._send_by_driver
 
         async def counted_request(*arguments: Any) -> Any:
             self.direct += 1
@@ -44,7 +44,7 @@ class Counted:
             return await send_all(*arguments)
 
         monkeypatch.setattr(DirectExchange, "request", counted_request)
-        monkeypatch.setattr(round_trips, "_send_all", counted_send)
+        monkeypatch.setattr(round_trips, "_send_by_driver", counted_send)
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ async def settled(worker: RunningWorker) -> None:
     await worker.until(lambda: broker.committed.get(TOPIC) == len(broker.logs[TOPIC]), seconds=30)
 
 
-async def test_with_partition_ordering_an_event_costs_two_round_trips_and_its_duplicate_one(
+async def test_with_partition_ordering_events_share_the_round_trip_that_reserves_them(
     manager: IdempotencyManager, redis_client: Redis
 ) -> None:
     events = [OrderPlaced() for _ in range(10)]
@@ -156,8 +156,10 @@ async def test_with_partition_ordering_an_event_costs_two_round_trips_and_its_du
         fresh = await trips_for(events, worker, redis_client)
         again = await trips_for(events, worker, redis_client)
 
-    assert fresh == ["EVALSHA"] * 20
-    assert again == ["EVALSHA"] * 10
+    assert {*fresh, *again} == {"EVALSHA"}
+    # Each outcome is recorded alone; on a quiet machine, four requests reserve all events.
+    assert 11 <= len(fresh) <= 20
+    assert len(again) <= 10
     assert worker.worker.report().tally.duplicates == 10
 
 

@@ -109,16 +109,13 @@ def direct_exchange(connection: Any) -> DirectExchange | None:
     try:
         stream, transport, parser = connection._reader, connection._writer.transport, connection._parser
         reader = parser._reader
-        is_busy = bool(stream._buffer) or stream.at_eof() or transport.is_closing() or connection.health_check_interval
+        is_busy = bool(stream._buffer) or stream.at_eof() or transport.is_closing()
+        has_checks = connection.health_check_interval or connection.socket_timeout is not None
     except AttributeError:
         return None  # not connected, or another version of the driver
     # Connections of a Sentinel's primary act on some errors when they read them.
-    if (
-        is_busy
-        or type(connection).read_response is not AbstractConnection.read_response
-        or type(reader) is not hiredis.Reader
-        or reader.has_data()
-    ):
+    reads_itself = type(connection).read_response is not AbstractConnection.read_response
+    if is_busy or has_checks or reads_itself or type(reader) is not hiredis.Reader or reader.has_data():
         return None
     kind = type(parser)
     if kind not in _PENDING:

@@ -10,7 +10,6 @@ from typing import Any, Final, TypeVar
 
 from hiredis import pack_command
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import NoScriptError, ResponseError
 
 from integr8s_idem.stores.redis.direct_exchange import direct_exchange
@@ -72,12 +71,6 @@ async def _exchange(pool: Any, commands: Sequence[CommandSource]) -> list[Any]:
     quick = pool if isinstance(pool, QuickPool) else None
     connection = (quick and quick.take_ready()) or await pool.get_connection()
     try:
-        exchange = direct_exchange(connection)
-        if exchange is not None and (packed := _packed(commands)) is not None:
-            try:
-                return await exchange.request(packed, len(commands))
-            except (LostConnectionError, OSError):
-                await connection.disconnect(nowait=True)  # then send it again as usual, with retries
         answers: list[Any] = await connection.retry.call_with_retry(
             lambda: _send_all(connection, commands), lambda _: connection.disconnect()
         )
@@ -101,6 +94,13 @@ def _packed(commands: Sequence[CommandSource]) -> bytes | None:
 
 
 async def _send_all(connection: Any, commands: Sequence[CommandSource]) -> list[Any]:
+    exchange = direct_exchange(connection)
+    if exchange is not None and (packed := _packed(commands)) is not None:
+        return await exchange.request(packed, len(commands))
+    return await _send_by_driver(connection, commands)
+
+
+async def _send_by_driver(connection: Any, commands: Sequence[CommandSource]) -> list[Any]:
     for command in commands:
         if callable(command):
             await connection.send_packed_command(pack_command(command()))  # type: ignore[arg-type]  # of any length

@@ -134,3 +134,39 @@ async def test_a_runner_that_waits_beside_others_handles_many_items_in_a_turn() 
     await asyncio.gather(block("first", []), *(runner() for _ in range(4)))
 
     assert turns.count < 50
+
+
+async def test_functions_that_arrive_all_the_time_do_not_overtake_one_that_waits() -> None:
+    clock, log = fast_forward(), list[str]()
+
+    async def blocks(name: str) -> None:
+        await turn_of_the_loop()
+        log.append(name)
+        clock.leap(1.1 * LONGEST_TURN)
+
+    async def arrive() -> None:
+        for number in range(200):
+            tasks.append(asyncio.create_task(blocks(f"later {number}")))
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(blocks("first")), asyncio.create_task(blocks("second"))]
+    await arrive()
+    await asyncio.gather(*tasks)
+
+    assert log[:2] == ["first", "second"]
+
+
+async def test_functions_start_although_those_resumed_before_them_are_cancelled() -> None:
+    fast_forward()
+    log: list[str] = []
+    waiting = [asyncio.create_task(block(name, log)) for name in ("first", "second", "third")]
+    pace = pace_of(asyncio.get_running_loop())
+    while pace._resumed < 2:  # noqa: ASYNC110  # nothing tells
+        await asyncio.sleep(0)
+    for each in waiting[1:]:
+        each.cancel()
+    fourth = asyncio.create_task(block("fourth", log))
+
+    await asyncio.wait_for(asyncio.wait({*waiting, fourth}), 60)
+
+    assert log == ["first", "fourth"]

@@ -12,6 +12,7 @@ from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.batch_limits import MOST_TOGETHER
 from integr8s_idem.worker.kafka_protocols import Partition
 from integr8s_idem.worker.lanes import HORIZON, MOST_AHEAD
 from integr8s_idem.worker.look_ahead import LONGEST_HOLD
@@ -293,3 +294,77 @@ async def test_a_lost_answer_is_asked_for_again() -> None:
 
     assert depot.done == list(range(100))
     assert attempts == {1}
+
+
+@virtual_time
+async def test_all_handlers_of_a_delivery_start_at_its_turn() -> None:
+    here, router, broker = guarded(), EventRouter(), sent(20)
+    is_second_running = {number: asyncio.Event() for number in range(20)}
+
+    @router.on(ParcelSent)
+    async def first(event: ParcelSent) -> None:
+        await asyncio.wait_for(is_second_running[event.number].wait(), 1)
+
+    @router.on(ParcelSent)
+    async def second(event: ParcelSent) -> None:
+        is_second_running[event.number].set()
+
+    async with running(IdempotentEventDispatcher(router, here.manager), broker) as worker:
+        await worker.until(lambda: all_committed(worker), seconds=60)
+        assert worker.worker.report().tally.retries == 0
+        assert unfinished(worker.worker) == {}
+
+
+@pytest.mark.parametrize("policy", ["wait", "skip"])
+@virtual_time
+async def test_a_later_duplicate_does_not_get_the_key_before_an_earlier_one(policy: str) -> None:
+    here, router, broker = guarded(on_in_progress=policy), EventRouter(), FakeBroker()
+    handled: dict[str, list[int]] = {"first": [], "second": []}
+    broker.publish(*(parcel for parcel in parcels(40) for _ in range(3)))
+
+    def add(name: str) -> None:
+        @router.on(ParcelSent, name=name)
+        async def handle(event: ParcelSent) -> None:
+            await asyncio.sleep(FAST)
+            handled[name].append(event.number)
+
+    for name in handled:
+        add(name)
+    async with running(IdempotentEventDispatcher(router, here.manager), broker) as worker:
+        await worker.until(lambda: len(handled["first"]) == len(handled["second"]) == 40, seconds=1)
+        await worker.until(lambda: all_committed(worker))
+
+    assert handled == {"first": list(range(40)), "second": list(range(40))}
+
+
+@virtual_time
+async def test_work_is_not_skipped_because_its_key_is_reserved_early() -> None:
+    here, broker = guarded(on_in_progress="skip"), FakeBroker()
+    depot = Depot(seconds=FAST, held={19: asyncio.Event()})
+    broker.publish(*parcels(21), partition=0)
+    broker.logs[Partition("parcel_sent", 1)] = []
+
+    async with running(dispatcher_of(depot.handle, here), broker) as worker:
+        await worker.until(lambda: 19 in depot.started)
+        broker.publish(parcels(21)[20], partition=1)
+        await worker.until(lambda: 20 in depot.done, seconds=1)
+        depot.held[19].set()
+        await worker.until(lambda: all_committed(worker))
+
+
+@virtual_time
+async def test_a_request_contains_at_most_250_items() -> None:
+    store, router, broker = CountingStore(), EventRouter(), sent(24 * 60, partitions=24)
+
+    @router.on(ParcelSent)
+    async def first(event: ParcelSent) -> None: ...
+
+    @router.on(ParcelSent)
+    async def second(event: ParcelSent) -> None: ...
+
+    dispatcher = IdempotentEventDispatcher(router, guarded(store).manager)
+    async with running(dispatcher, broker, concurrency=500, max_in_flight=2_000) as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert unfinished(worker.worker) == {}
+
+    assert max(store.batch_sizes) == MOST_TOGETHER
