@@ -165,8 +165,7 @@ async def test_functions_start_although_those_resumed_before_them_are_cancelled(
         await asyncio.sleep(0)
     for each in waiting[1:]:
         each.cancel()
-    fourth = asyncio.create_task(block("fourth", log))
-
-    await asyncio.wait_for(asyncio.wait({*waiting, fourth}), 60)
+    async with asyncio.timeout(60):
+        await block("fourth", log)  # in this task, so that it waits before the others notice that they are cancelled
 
     assert log == ["first", "fourth"]
