@@ -87,8 +87,8 @@ class _Settings:
     given_up: GivenUp | None
     failures: dict[Any, int] = field(default_factory=dict)
     """Consecutive failures by subscriber."""
-    checked: set[Any] = field(default_factory=set)
-    """Subscribers that have passed `check_subscriber`."""
+    names: dict[Any, str | None] = field(default_factory=dict)
+    """Names of the subscribers that have passed `check_subscriber`."""
 
 
 class IdempotencyMiddleware:
@@ -206,8 +206,8 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._runs: list[tuple[Run, Any]] = []
         """The open runs of this message, each with its Kafka record."""
         self._value: Any = None
-        self._unit = ""
-        """The full key of a single message; the event ids of its published messages are derived from it."""
+        self._unit: Key | None = None
+        """The key of a single message; the event ids of its published messages are derived from it."""
         self._published = 0
         self._is_guarded = False
         """Whether published messages answer a guarded message."""
@@ -223,7 +223,7 @@ class _Guard(BaseMiddleware[Any, Any]):
             return await self._consume_batch(call_next, msg)
         work = self._work_or_end(msg.raw_message)
         if isinstance(work, Work):
-            self._unit = self._manager.space.full(work.key)
+            self._unit = work.key
         ended = await self._or_redeliver(self._begin(work, msg.raw_message))
         await turn_of_the_loop()
         while ended is None and isinstance(work, Work) and self._runs[0][0].is_late():
@@ -239,7 +239,7 @@ class _Guard(BaseMiddleware[Any, Any]):
 
     async def _check_subscriber(self, msg: StreamMessage[Any]) -> None:
         """Stop a subscriber that cannot be guarded.  Its message is rejected, so that it is redelivered."""
-        if self._subscriber in self._settings.checked:
+        if self._subscriber in self._settings.names:
             return
         try:
             check_subscriber(self._subscriber, self.context.get_local("broker"))
@@ -247,7 +247,7 @@ class _Guard(BaseMiddleware[Any, Any]):
             logger.error("%s", error)
             await msg.nack()
             raise
-        self._settings.checked.add(self._subscriber)
+        self._settings.names[self._subscriber] = name_of(self._subscriber)
 
     async def _consume_batch(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         """Pass the records of a batch that are not handled yet to the handler, without duplicates."""
@@ -391,8 +391,8 @@ class _Guard(BaseMiddleware[Any, Any]):
         if not self._is_guarded:
             return await call_next(cmd)
         # Messages of one batch share their headers, and must not share an id.
-        if self._unit and "event_id" not in cmd.headers and len(cmd.batch_bodies) == 1:
-            cmd.headers["event_id"] = derived_event_id(self._unit, self._published)
+        if self._unit is not None and "event_id" not in cmd.headers and len(cmd.batch_bodies) == 1:
+            cmd.headers["event_id"] = derived_event_id(self._manager.space.full(self._unit), self._published)
         self._published += 1
         failures = 0
         while True:
@@ -407,7 +407,8 @@ class _Guard(BaseMiddleware[Any, Any]):
 
     def _work_of(self, record: Any) -> Work:
         # The topic is not part of the key: a message that the subscriber reads from a retry topic is the same work.
-        group, name, text = self._subscriber.group_id, name_of(self._subscriber), self._settings.key(record)
+        group, name = self._subscriber.group_id, self._settings.names[self._subscriber]
+        text = self._settings.key(record)
         assert name is not None, "check_subscriber rejects subscribers without a name"
         key = key_of_message(group, name, text)
         ttl = None if self._settings.ttl is None else self._manager.checked_ttl(self._settings.ttl)
@@ -416,7 +417,7 @@ class _Guard(BaseMiddleware[Any, Any]):
     async def _work(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         with self._runs[0][0].within() if len(self._runs) == 1 else nullcontext():
             try:
-                return _materialized(await call_next(msg), name_of(self._subscriber))
+                return _materialized(await call_next(msg), self._settings.names[self._subscriber])
             except asyncio.CancelledError:
                 for run, _ in self._runs:
                     run.raise_if_lost()
@@ -455,7 +456,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         value = _stored(self._value) if len(runs) == 1 else None
         held = [run for run, _ in runs if run not in lost]
         unrecorded = [run.finish(value) for run in held] if len(held) == 1 else await self._finish_together(held)
-        ends = [*lost.values(), *await asyncio.gather(*unrecorded, return_exceptions=True)]
+        ends = [*lost.values(), *await _ends_of(unrecorded)]
         for end in ends:
             if isinstance(end, LeaseLostError | StoreError):
                 logger.warning("%s", end)
@@ -480,7 +481,7 @@ class _Guard(BaseMiddleware[Any, Any]):
     async def _fail(self, runs: Sequence[tuple[Run, Any]], error: Exception) -> None:
         lost = _stop(runs, error)
         held = [(run, record) for run, record in runs if run not in lost]
-        ends = await asyncio.gather(*(run.fail(error) for run, _ in held), return_exceptions=True)
+        ends = await _ends_of([run.fail(error) for run, _ in held])
         given_up = 0
         for (_, record), end in zip(held, ends, strict=True):
             if isinstance(end, HandlerFailed) and end.given_up:
@@ -563,6 +564,16 @@ def _stop(runs: Iterable[tuple[Run, Any]], error: Exception | None = None) -> di
         except LeaseLostError as expired:
             lost[run] = expired
     return lost
+
+
+async def _ends_of(calls: Sequence[Coroutine[Any, Any, object]]) -> list[object]:
+    """Await concurrent calls, and return their results or errors.  A single call needs no task of its own."""
+    if len(calls) != 1:
+        return await asyncio.gather(*calls, return_exceptions=True)
+    try:
+        return [await calls[0]]
+    except Exception as error:  # noqa: BLE001  # returned to the caller
+        return [error]
 
 
 def _lost(run: Run) -> Exception | None:

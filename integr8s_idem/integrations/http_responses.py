@@ -1,14 +1,15 @@
-"""HTTP responses: capture, storage and replay."""
+"""HTTP responses: storage and replay."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
-from starlette.types import Message, Send
+import pydantic_core
+from starlette.types import Send
 
 from integr8s_idem.records import StoredResult
 
@@ -31,9 +32,6 @@ PASSING: Final = PER_CONNECTION | frozenset(
 )
 """Headers that apply to one connection, one point in time or one client session; they are not replayed."""
 
-_ASIDE: Final = frozenset({"http.response.debug", "http.response.early_hint", "http.response.push"})
-"""ASGI messages that are not part of the response itself."""
-
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -50,13 +48,13 @@ class Response:
         await send({"type": "http.response.body", "body": self.body, "more_body": False})
 
     def stored(self, unstored_headers: Collection[str]) -> StoredResult:
-        """Serialize the response for the store, without `unstored_headers`."""
-        headers = [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in self.headers
-            if name.decode("latin-1").lower() not in unstored_headers
-        ]
-        return StoredResult(json.dumps([self.status, headers]).encode() + b"\n" + self.body, MEDIA_TYPE)
+        """Serialize the response for the store, without `unstored_headers`, given in lower case."""
+        headers = []
+        for raw_name, value in self.headers:
+            name = raw_name.decode("latin-1")
+            if name.lower() not in unstored_headers:
+                headers.append((name, value.decode("latin-1")))
+        return StoredResult(pydantic_core.to_json((self.status, headers)) + b"\n" + self.body, MEDIA_TYPE)
 
 
 def response_of(stored: StoredResult) -> Response:
@@ -102,75 +100,3 @@ def _header_of(pair: Any, body_length: int) -> tuple[bytes, bytes]:
     if name == "content-length" and value != str(body_length):
         raise ValueError(f"its content-length is {value[:80]!r}, and its body has {body_length} bytes")
     return name.encode("latin-1"), value.encode("latin-1")
-
-
-@dataclass(slots=True)
-class Captured:
-    """A replacement for `send` that holds a response back until it is stored.
-
-    Streaming responses are passed through immediately, because buffering would change their behavior.
-    """
-
-    send: Send
-    longest_body: int
-    """Size limit in bytes; a longer body is passed through."""
-    streams: str = ""
-    """Why the response cannot be replayed; empty if it can."""
-    passing: bool = False
-    """Whether messages are passed through as they arrive."""
-    complete: bool = False
-    _start: Message | None = None
-    _body: bytearray = field(default_factory=bytearray)
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] in _ASIDE:
-            await self.send(message)
-            return
-        if message["type"] == "http.response.start":
-            self._start = message
-        elif message["type"] == "http.response.body":
-            self.complete = not message.get("more_body", False)
-        else:
-            self.streams = f"it uses {message['type']}"
-        if self.passing:
-            await self.send(message)
-        elif message["type"] == "http.response.body":
-            await self._keep(message)
-        elif self.streams:
-            await self._pass_through()
-            await self.send(message)
-
-    async def _keep(self, message: Message) -> None:
-        self._body += message.get("body", b"")
-        if not self.complete and not self._sized:
-            self.streams = "it streams without a content-length"
-        if self.streams or len(self._body) > self.longest_body:
-            await self._pass_through()
-
-    @property
-    def _sized(self) -> bool:
-        assert self._start is not None, "a body comes after its start"
-        return any(name.lower() == b"content-length" for name, _ in self._start.get("headers", ()))
-
-    async def _pass_through(self) -> None:
-        self.passing = True
-        if self._start is not None:
-            await self.send(self._start)
-            if self._body:
-                await self.send(
-                    {"type": "http.response.body", "body": bytes(self._body), "more_body": not self.complete}
-                )
-        self._body.clear()
-
-    @property
-    def status(self) -> int | None:
-        """Status of a complete response."""
-        return int(self._start["status"]) if self._start is not None and self.complete else None
-
-    @property
-    def response(self) -> Response | None:
-        """The complete response if it is held back."""
-        if self.status is None or self.passing:
-            return None
-        assert self._start is not None
-        return Response(self.status, list(self._start.get("headers", ())), bytes(self._body))

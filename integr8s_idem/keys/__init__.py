@@ -103,12 +103,16 @@ class Key:
     @staticmethod
     def of_entry(entry: EntryPoint, *parts: str, name: str) -> Key:
         """Create a key of an entry point, distinct from keys of callers and of other entry points."""
-        return Key(":" + ":".join((entry.value, *map(escaped, parts))), _label(name))
+        is_plain = _plain_text(_SAFE).fullmatch
+        if not is_plain("".join(parts)):
+            parts = tuple([part if is_plain(part) else escaped(part) for part in parts])
+        return Key(":".join(("", entry, *parts)), _label(name))
 
     @staticmethod
-    def of_event(handler: str, event_type: str, how: str, value: str) -> Key:
+    def of_event(handler: str, event_type: str, how: str, value: str, *, generation: int = 0) -> Key:
         """Create a key from an event; `handler` distinguishes the handlers of the event."""
-        return Key(_key_prefix(handler, event_type, how) + escaped(value), _label(f"{event_type}:{value}"))
+        text = _key_prefix(handler, event_type, how) + escaped(value)
+        return Key(text, _label(f"{event_type}:{value}"), generation)
 
     @property
     def label(self) -> str:
@@ -172,7 +176,7 @@ class KeySpace:
         full = self.root + key.text
         if self.hash_keys or len(full) > LONGEST_PLAIN:
             full = self.root + key.digest
-        return generation_key(full, key.generation)
+        return generation_key(full, key.generation) if key.generation else full
 
 
 class KeyedWork(NamedTuple):
@@ -222,14 +226,14 @@ class KeyResolver:
             InvalidKeyError: No key can be made of the event.
         """
         if self.strategy is KeyStrategy.EVENT_BASED:
-            key = Key.of_event(handler, event.event_type, "id", event.event_id)
-            return KeyedWork(key.in_generation(generation), fingerprint_of(event))
+            key = Key.of_event(handler, event.event_type, "id", event.event_id, generation=generation)
+            return KeyedWork(key, fingerprint_of(event))
         if self.strategy is KeyStrategy.CONTENT_HASH:
             digest = content_hash(event, self.fields)
-            return KeyedWork(Key.of_event(handler, event.event_type, "content", digest).in_generation(generation), None)
+            return KeyedWork(Key.of_event(handler, event.event_type, "content", digest, generation=generation), None)
         assert self.custom is not None
         value = given_text(self.custom(event))
-        return KeyedWork(Key.of_event(handler, event.event_type, "custom", value).in_generation(generation), None)
+        return KeyedWork(Key.of_event(handler, event.event_type, "custom", value, generation=generation), None)
 
 
 def given_text(text: object) -> str:
@@ -246,7 +250,7 @@ def given_text(text: object) -> str:
 def _label(text: str) -> str:
     """Return a printable form of `text` with limited length, for logs and headers."""
     if len(text) <= LONGEST_LABEL:
-        return printable(text)
+        return text if text.isprintable() else printable(text)
     begin = printable(text[: LONGEST_LABEL - 30])
     return f"{begin}…#{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
@@ -256,6 +260,8 @@ def escaped(component: str, *, safe: str = _SAFE) -> str:
     plain = _plain_text(safe).fullmatch(component)
     if plain:
         return plain[0]
+    if component.isascii():
+        return component.translate(_escapes(safe))
     # JSON escapes can produce lone surrogates; keys that differ in them must differ.
     return quote(component, safe=safe, errors="surrogatepass")
 
@@ -264,6 +270,12 @@ def escaped(component: str, *, safe: str = _SAFE) -> str:
 def _plain_text(safe: str) -> re.Pattern[str]:
     """Return a pattern for text that `quote` does not change, such as most ids and names."""
     return re.compile(rf"[A-Za-z0-9_.~{re.escape(safe)}-]*")
+
+
+@lru_cache(maxsize=8)
+def _escapes(safe: str) -> dict[int, str]:
+    """Return what `quote` makes of each ASCII character."""
+    return {code: quote(chr(code), safe=safe) for code in range(128)}
 
 
 # Only handlers, event types and scopes are cached, which are few; ids are not.

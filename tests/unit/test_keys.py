@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent, EventMetadata
-from integr8s_idem.keys import MAX_KEY_LENGTH, Key, KeyResolver, KeySpace, KeyStrategy, downstream_key, escaped
+from integr8s_idem.keys import (
+    MAX_KEY_LENGTH,
+    EntryPoint,
+    Key,
+    KeyResolver,
+    KeySpace,
+    KeyStrategy,
+    downstream_key,
+    escaped,
+)
 from integr8s_idem.keys.fingerprints import _rfc8785_json, canonical_json, content_hash, fingerprint_of
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import Job, guarded
@@ -344,6 +353,13 @@ def test_ordinary_payloads_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -
 def test_a_component_of_a_key_is_percent_encoded(component: str) -> None:
     assert escaped(component) == quote(component, safe="-._~@+,/", errors="surrogatepass")
     assert type(escaped(Word(component))) is str
+
+
+@given(st.lists(text | st.text(), min_size=1, max_size=4))
+def test_each_part_of_the_key_of_an_entry_point_is_percent_encoded(parts: list[str]) -> None:
+    encoded = [quote(part, safe="-._~@+,/", errors="surrogatepass") for part in parts]
+
+    assert Key.of_entry(EntryPoint.HTTP, *parts, name="it").text == ":".join(["", "http", *encoded])
 
 
 def deep(levels: int) -> list[Any]:

@@ -85,6 +85,37 @@ async def test_a_file_response_is_captured_even_if_the_server_supports_path_send
     assert runs == [False]
 
 
+async def test_headers_from_an_iterator_reach_the_application_too() -> None:
+    received = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        received.extend(scope["headers"])
+        await PlainTextResponse("done")(scope, receive, send)
+
+    guarded, headers = _guarded(app), [(name.lower().encode(), value.encode()) for name, value in KEY.items()]
+
+    async def with_iterator(scope: Any, receive: Any, send: Any) -> None:
+        await guarded({**scope, "headers": iter(scope["headers"])}, receive, send)
+
+    for _ in range(2):
+        assert b"".join(message.get("body", b"") for message in await _messages(with_iterator)) == b"done"
+    assert received == headers
+
+
+async def test_a_body_is_stored_as_it_was_sent() -> None:
+    """The application may send a view of a buffer that it fills again."""
+    buffer = bytearray(b"done")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(START)
+        await send({**BODY, "body": memoryview(buffer)})
+        buffer[:] = b"lost"
+
+    guarded = _guarded(app)
+    for _ in range(2):
+        assert [message.get("body") for message in await _messages(guarded)] == [None, b"done"]
+
+
 async def test_responses_with_trailers_are_passed_through_and_not_stored(caplog: pytest.LogCaptureFixture) -> None:
     trailers = {"type": "http.response.trailers", "headers": [(b"digest", b"x")], "more_trailers": False}
     said = ({**START, "trailers": True}, BODY, trailers)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from integr8s_idem.integrations.asgi import _QUOTED
+from integr8s_idem.integrations.http_requests import QUOTED
 from integr8s_idem.integrations.openapi import with_idempotency_keys
 
 DOCUMENT: dict[str, Any] = {
@@ -72,7 +72,7 @@ def test_options_select_the_described_operations(options: dict[str, Any], guarde
 def test_the_documented_pattern_matches_the_accepted_keys(value: str) -> None:
     [header] = _described()["/orders"]["post"]["parameters"]
     matches = re.search(header["schema"]["pattern"], value) is not None
-    assert matches == (_QUOTED.fullmatch(value) is not None and value != '""')
+    assert matches == (QUOTED.fullmatch(value) is not None and value != '""')
 
 
 def test_bare_keys_have_no_pattern() -> None:
