@@ -3,6 +3,10 @@
 SQLAlchemy compiles each statement once and provides the connection.  Its work for each execution (look up the compiled
 form, bind by type, describe the result) takes longer than the driver and the database together, and these statements
 do not need it.
+
+In a transaction of the application, a statement on asyncpg also needs no greenlet: it awaits the coroutine of
+SQLAlchemy's cursor for asyncpg.  That coroutine sends BEGIN if the transaction has not begun, prepares the statement as
+the engine is configured, and converts errors.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 from sqlalchemy.engine import Connection, CursorResult, Engine, Result
 from sqlalchemy.engine.interfaces import Dialect
@@ -39,7 +43,8 @@ class CompiledStatement:
     def __init__(self, statement: Any) -> None:
         self.statement = statement
         row: Any = namedtuple("Row", statement.exported_columns.keys())  # type: ignore[misc]  # names of columns
-        self._row: Callable[[Sequence[Any]], Any] = row._make
+        self.row: Callable[[Sequence[Any]], Any] = row._make
+        """Converts a row of the driver."""
         self._text = ""
         self._order: Sequence[str] = ()
         self._defaults: Mapping[str, Any] = {}
@@ -59,7 +64,7 @@ class CompiledStatement:
         cursor = connection.cursor()
         try:
             cursor.execute(text, self.positional(parameters))
-            return StatementResult([self._row(row) for row in cursor.fetchall()], cursor.rowcount)
+            return StatementResult([self.row(row) for row in cursor.fetchall()], cursor.rowcount)
         finally:
             cursor.close()
 
@@ -70,7 +75,7 @@ class CompiledStatement:
 
     def returned(self, rows: Iterable[Sequence[Any]]) -> StatementResult:
         """Return the result of a statement that returns the rows it writes."""
-        found = [self._row(row) for row in rows]
+        found = [self.row(row) for row in rows]
         return StatementResult(found, len(found))
 
 
@@ -84,7 +89,7 @@ async def execute_autocommit(
     """
     if _allows_driver_cursor(engine.sync_engine):
         return await greenlet_spawn(_execute_autocommit, engine.sync_engine, statement, parameters)
-    if autocommits(engine.sync_engine) and _uses_own_schema(engine.sync_engine):
+    if autocommits(engine.sync_engine) and _SCHEMA_MAP not in engine.get_execution_options():
         return await _execute_in_sqlite(engine, statement, parameters)
     async with autocommit(engine) as connection:
         return result_of(await connection.execute(statement.statement, parameters))
@@ -99,32 +104,47 @@ async def execute_in_transaction(
         sqlalchemy.exc.DBAPIError: The driver raised an error.
     """
     sync_connection = connection.sync_connection
-    if sync_connection is not None and _allows_driver_cursor(sync_connection):
-        return await greenlet_spawn(_execute_in_transaction, sync_connection, statement, parameters)
-    return result_of(await connection.execute(statement.statement, parameters))
+    if sync_connection is None or (found := _awaitable_cursor(sync_connection)) is None:
+        return result_of(await connection.execute(statement.statement, parameters))
+    pooled, cursor = found
+    text = statement.text(sync_connection.dialect)
+    try:
+        await cursor._prepare_and_execute(text, statement.positional(parameters))  # noqa: SLF001  # see above
+    except BaseException as error:  # noqa: BLE001  # raised by the function, which may have to close the connection
+        await greenlet_spawn(_raise_translated, sync_connection, pooled, text, error)
+    # The cursor has read all rows and needs no closing.
+    return StatementResult([statement.row(row) for row in cursor.fetchall()], cursor.rowcount)
 
 
-def has_not_begun(connection: AsyncConnection) -> bool:
+def _awaitable_cursor(connection: Connection) -> tuple[PoolProxiedConnection, Any] | None:
+    """Return a pooled connection and its cursor, on which a statement can be awaited.
+
+    It returns `None` if SQLAlchemy has to execute the statement.
+
+    Only this function decides which connections are used directly.
+    """
+    if not _allows_driver_cursor(connection):
+        return None
+    pooled: Any = connection.connection
+    cursor = pooled.dbapi_connection.cursor()
+    return (pooled, cursor) if hasattr(cursor, "_prepare_and_execute") else None
+
+
+def has_not_begun(connection: Connection) -> bool:
     """Whether SQLAlchemy is in a transaction that asyncpg has not yet begun in the database."""
-    sync_connection = connection.sync_connection
-    if (
-        sync_connection is None
-        or sync_connection.dialect.driver != "asyncpg"
-        or sync_connection.in_nested_transaction()
-    ):
+    if connection.dialect.driver != "asyncpg" or connection.in_nested_transaction():
         return False
-    pooled: Any = sync_connection.connection
+    pooled: Any = connection.connection
     return not pooled.driver_connection.is_in_transaction() and not pooled.dbapi_connection.autocommit
 
 
-async def roll_back(connection: AsyncConnection) -> None:
+async def roll_back(connection: Connection) -> None:
     """Roll back in the database only; SQLAlchemy continues with its transaction.
 
     Raises:
         sqlalchemy.exc.DBAPIError: The driver raised an error.
     """
-    assert connection.sync_connection is not None
-    await greenlet_spawn(_roll_back, connection.sync_connection)
+    await greenlet_spawn(_roll_back, connection)
 
 
 def result_of(result: Result[Any]) -> StatementResult:
@@ -138,11 +158,7 @@ def result_of(result: Result[Any]) -> StatementResult:
 
 def _allows_driver_cursor(bind: Engine | Connection) -> bool:
     """Whether compiled statements can be executed directly on its cursor."""
-    return bind.dialect.driver == "asyncpg" and _uses_own_schema(bind)
-
-
-def _uses_own_schema(bind: Engine | Connection) -> bool:
-    return _SCHEMA_MAP not in bind.get_execution_options()
+    return bind.dialect.driver == "asyncpg" and _SCHEMA_MAP not in bind.get_execution_options()
 
 
 async def _execute_in_sqlite(
@@ -187,12 +203,11 @@ def _execute_autocommit(engine: Engine, statement: CompiledStatement, parameters
             pooled.close()
 
 
-def _execute_in_transaction(
-    connection: Connection, statement: CompiledStatement, parameters: Mapping[str, Any]
-) -> StatementResult:
-    pooled = connection.connection
-    with _translating_errors(connection.engine, pooled, statement.text(connection.dialect), connection.invalidate):
-        return statement.execute(connection.dialect, pooled, parameters)
+def _raise_translated(
+    connection: Connection, pooled: PoolProxiedConnection, text: str, error: BaseException
+) -> NoReturn:
+    with _translating_errors(connection.engine, pooled, text, connection.invalidate):
+        raise error
 
 
 def _roll_back(connection: Connection) -> None:

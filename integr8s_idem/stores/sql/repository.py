@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, Final, TypeAlias
 from weakref import WeakSet
 
 from sqlalchemy import Executable, select
-from sqlalchemy.engine import Engine, RootTransaction
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.engine import Connection, Engine, RootTransaction
+from sqlalchemy.exc import DBAPIError, PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
 
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.diagnostics import Code
-from integr8s_idem.errors import ApplicationError, CorruptRecordError, StoreConfigurationError
+from integr8s_idem.errors import (
+    ApplicationError,
+    CorruptRecordError,
+    StoreConfigurationError,
+    StoreError,
+    StoreUnavailableError,
+    TransactionAbortedError,
+)
 from integr8s_idem.records import (
     Completion,
     Corrupt,
@@ -44,18 +52,22 @@ from integr8s_idem.stores.sql.rows import (
     in_progress_elsewhere,
     is_final,
     microseconds,
+    newly_reserved,
     outcome_parameters,
     record_of,
     reservation_parameters,
     verdict_of,
 )
-from integr8s_idem.stores.sql.savepoints import Undo, forbid_commit, undo, undo_on_error
+from integr8s_idem.stores.sql.savepoints import ForbidCommit, Undo, UndoOnError, undo
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, store
 from integr8s_idem.stores.sql.sqlite_engine import handler_turn
 from integr8s_idem.stores.sql.transaction_state import ensure_begun
 
 _Fence: TypeAlias = tuple[str, int]
 """Key and fence of a reservation."""
+
+_STATEMENT_ERRORS: Final = (DBAPIError, PendingRollbackError)
+"""Errors of a statement in a transaction; the second one if its connection was lost before."""
 
 _OTHER_DATABASE: Final = "the transaction is in another database than the store: use the same address for both"
 
@@ -106,6 +118,8 @@ class SqlIdempotencyRepository:
         self._known_engines: WeakSet[Engine] = WeakSet()
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
+        if len(requests) == 1:
+            return await self._reserve(requests)
         verdicts: dict[int, Verdict] = {}
         # A statement cannot write a row twice, so duplicate keys go into separate statements.
         for indexes in unique_key_batches([request.key for request in requests]):
@@ -138,6 +152,8 @@ class SqlIdempotencyRepository:
         if self._reserving_new is None:
             return None
         [row] = (await self._execute("reserve", self._reserving_new, parameters)).rows
+        if (reserved := newly_reserved(request, row)) is not None:
+            return reserved
         verdict = verdict_of(request, row, row.read_at)
         return verdict if is_final(verdict, row, row.read_at) else None
 
@@ -168,20 +184,24 @@ class SqlIdempotencyRepository:
         return await self._settle("fail", FAILED, failures)
 
     async def _settle(self, operation: str, status: int, settled: Sequence[Completion | Failure]) -> list[bool]:
+        if len(settled) == 1:
+            return [bool(await self._settle_part(operation, status, settled))]
         done: set[_Fence] = set()
         for indexes in unique_key_batches([one.reservation.key for one in settled]):
             for part in size_limited_batches([settled[index] for index in indexes]):
-                times = self._dialect.time_parameters()
-                outcomes = [outcome_parameters(one) | times for one in part]
-                reservations = [one.reservation for one in part]
-                if (await self._execute_rows(operation, self._settling[status], outcomes)).written == len(part):
-                    done |= {(one.key, one.fence) for one in reservations}
-                    continue
-                query = statements.select_settled(self._dialect, status, reservations)
-                async with self._connect(operation) as connection:
-                    found = await connection.execute(query, self._dialect.time_parameters())
-                    done |= {(row.key, row.fence) for row in found}
+                done |= await self._settle_part(operation, status, part)
         return [(one.reservation.key, one.reservation.fence) in done for one in settled]
+
+    async def _settle_part(self, operation: str, status: int, part: Sequence[Completion | Failure]) -> set[_Fence]:
+        """Settle different keys in one statement, and return which of them have this outcome."""
+        times = self._dialect.time_parameters()
+        outcomes = [outcome_parameters(one) | times for one in part]
+        if (await self._execute_rows(operation, self._settling[status], outcomes)).written == len(part):
+            return {(one.reservation.key, one.reservation.fence) for one in part}
+        query = statements.select_settled(self._dialect, status, [one.reservation for one in part])
+        async with self._connect(operation) as connection:
+            found = await connection.execute(query, self._dialect.time_parameters())
+            return {(row.key, row.fence) for row in found}
 
     async def _changed(
         self, connection: AsyncConnection, part: Sequence[Reserved], result: Any, query: Executable | None = None
@@ -294,7 +314,7 @@ class SqlIdempotencyRepository:
                 f"to join a transaction, pass SQLAlchemy's AsyncSession or AsyncConnection, not {type(held).__name__}"
             )
         if isinstance(held, AsyncConnection):
-            _refuse_closed(held)
+            _opened(held)
         return JoinedSqlRepository(self, held)
 
     async def _read(self, operation: str, query: Callable[..., Executable], *arguments: Any) -> Sequence[Any]:
@@ -359,18 +379,18 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
         if self._connection is not None and self._is_same_transaction():
             return self._connection
         connection = self._held if isinstance(self._held, AsyncConnection) else await self._held.connection()
-        _refuse_closed(connection)
-        if dialect_of(connection.dialect.name) is not self._dialect:
+        sync_connection = _opened(connection)
+        if dialect_of(sync_connection.dialect.name) is not self._dialect:
             raise StoreConfigurationError("join", _OTHER_DATABASE)
-        await ensure_begun(connection)
-        engine = connection.engine.sync_engine
-        if engine.url != self.engine.url and engine not in self._known_engines:
-            # Different URLs may lead to the same database.  The check uses the pool of the store, which callers that
-            # wait here do not exhaust.
-            await self._check_same_database(connection)
+        await ensure_begun(connection, sync_connection)
+        engine = sync_connection.engine
+        if engine not in self._known_engines:
+            if engine.url != self.engine.url:
+                # Different URLs may lead to the same database.  The check uses the pool of the store, which callers
+                # that wait here do not exhaust.
+                await self._check_same_database(connection)
             self._known_engines.add(engine)
-        self._connection = connection
-        self._transaction = connection.sync_connection.get_transaction() if connection.sync_connection else None
+        self._connection, self._transaction = connection, sync_connection.get_transaction()
         return connection
 
     def _is_same_transaction(self) -> bool:
@@ -381,16 +401,17 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
             return False
         return connection.get_transaction() is transaction
 
-    @asynccontextmanager
-    async def savepoint(self) -> AsyncIterator[None]:
+    def savepoint(self) -> AbstractAsyncContextManager[None]:
         """Undo the changes of the block if it raises an exception; the transaction continues.
 
         Raises:
             ApplicationError: The block tried to commit, so the whole transaction is rolled back.
         """
-        connection = await self.connection()
-        async with forbid_commit(connection), undo_on_error(connection, "savepoint") as self._undo:
-            yield
+        return _RunSavepoint(self)
+
+    def begin_undo(self, undoable: Undo) -> None:
+        """Use `undoable`, which has just been set, to undo the next statement if necessary."""
+        self._undo = undoable
 
     async def _check_same_database(self, connection: AsyncConnection) -> None:
         query = select(store.c.identity)
@@ -409,33 +430,88 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
     async def _execute(
         self, operation: str, statement: CompiledStatement, parameters: Mapping[str, Any]
     ) -> StatementResult:
-        async with self._connect(operation) as connection:
+        if self._needs_savepoint(operation):
+            async with self._connect(operation) as connection:
+                return await execute_in_transaction(connection, statement, parameters)
+        connection = await self.connection()
+        undoable, self._undo = self._undo, None
+        try:
             return await execute_in_transaction(connection, statement, parameters)
+        except _STATEMENT_ERRORS as error:
+            raise await self._translated(operation, error, undoable) from error
 
     @asynccontextmanager
     async def _connect(
         self, operation: str, *, together: bool = False, reads_only: bool = False
     ) -> AsyncIterator[AsyncConnection]:
-        connection, kind = await self.connection(), self._dialect.name
-        undoable, self._undo = self._undo, None
-        if operation == "reserve" and undoable is None:
-            # A lock timeout must undo this statement only, not the whole transaction.
-            async with undo_on_error(connection, operation), guarded_in_transaction(operation, kind):
+        connection = await self.connection()
+        if self._needs_savepoint(operation):
+            kind = self._dialect.name
+            async with UndoOnError(connection, operation), guarded_in_transaction(operation, kind):
                 yield connection
             return
+        undoable, self._undo = self._undo, None
         try:
             yield connection
-        except DBAPIError as error:
-            translated = translate_in_transaction(operation, error, kind)
-            if undoable is not None and isinstance(translated, RecordHeldError):
-                # No other statement has run since, so a second savepoint is unnecessary.
-                await undo(undoable, operation, translated, kind)
-            raise translated from error
+        except _STATEMENT_ERRORS as error:
+            raise await self._translated(operation, error, undoable) from error
+
+    def _needs_savepoint(self, operation: str) -> bool:
+        """Whether the statement needs a savepoint of its own, so that a lock timeout undoes nothing else."""
+        return operation == "reserve" and self._undo is None
+
+    async def _translated(
+        self, operation: str, error: DBAPIError | PendingRollbackError, undoable: Undo | None
+    ) -> StoreError | TransactionAbortedError:
+        """Translate an error; after a lock timeout, undo the statement if nothing else was executed since `undoable`.
+
+        Raises:
+            StoreError: The statement could not be undone.
+        """
+        if isinstance(error, PendingRollbackError):
+            return StoreUnavailableError(operation, "the connection was lost during the transaction")
+        translated = translate_in_transaction(operation, error, self._dialect.name)
+        if undoable is not None and isinstance(translated, RecordHeldError):
+            await undo(undoable, operation, translated, self._dialect.name)
+        return translated
 
 
-def _refuse_closed(connection: AsyncConnection) -> None:
-    if connection.sync_connection is None or connection.closed:
+class _RunSavepoint:
+    """Undoes the changes of a run that fails, and refuses commits within it."""
+
+    # A class, because every run enters it, and a generator takes several times as long.
+
+    def __init__(self, records: JoinedSqlRepository) -> None:
+        self._records = records
+
+    async def __aenter__(self) -> None:
+        connection = await self._records.connection()
+        self._changes = UndoOnError(connection, "savepoint")
+        self._records.begin_undo(await self._changes.__aenter__())
+        self._commits = ForbidCommit(connection)
+        self._commits.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._changes.__aexit__(kind, error, trace)
+        except BaseException as failed:
+            self._commits.stop(failed)
+            raise
+        self._commits.stop(error)
+
+
+def _opened(connection: AsyncConnection) -> Connection:
+    """Return the connection that `connection` wraps.
+
+    Raises:
+        ApplicationError: It is not open.
+    """
+    found = connection.sync_connection
+    if found is None or found.closed:
         raise ApplicationError(
             "the connection whose transaction is to be joined is not open: open it before the transaction, and close "
             "it afterwards"
         )
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import Any, Final
 
 from integr8s_idem.records import (
@@ -57,6 +58,8 @@ _MAX_TIME: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // timedelta(micr
 
 def escaped(text: str) -> str:
     """Escape `text` for all databases: PostgreSQL rejects NUL, and drivers reject lone surrogates."""
+    if text.isascii() and text.isprintable() and "\\" not in text:
+        return text
     return text.encode("unicode_escape").decode("ascii")
 
 
@@ -64,6 +67,7 @@ def unescaped(stored: str) -> str:
     return stored.encode("ascii").decode("unicode_escape")
 
 
+@lru_cache(maxsize=256)  # lengths come from settings, so there are few
 def microseconds(length: timedelta) -> int:
     """Return a duration in microseconds, limited to a range from zero to a century."""
     return max(0, min(length, MAX_DURATION) // timedelta(microseconds=1))
@@ -122,6 +126,16 @@ def _history(row: Any) -> tuple[int, int, bool]:
     if row.status != PROCESSING or row.history_fence != row.fence:
         return 0, 0, False
     return row.lapsed, row.lapsed_alone, bool(row.alone)
+
+
+def newly_reserved(request: ReserveRequest, row: Any) -> Reserved | None:
+    """Return the reservation if the statement that returned `row` has inserted it, and otherwise `None`.
+
+    Such a row needs no checks, because all its values come from that statement.
+    """
+    if row.fence != row.read_at or row.token != request.token or row.attempt != 1:
+        return None
+    return Reserved(key=request.key, token=request.token, attempt=1, fence=row.fence, lease=request.lease)
 
 
 def is_final(verdict: Verdict, row: Any, now: int) -> bool:

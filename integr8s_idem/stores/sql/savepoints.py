@@ -7,19 +7,17 @@ implicitly.  Both cases remove all savepoints, so a missing savepoint reveals th
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import Final, Protocol
 
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncTransaction
 
-from integr8s_idem.errors import ApplicationError, StoreUnavailableError, TransactionAbortedError
-from integr8s_idem.stores.sql.commit_listeners import before_commit
+from integr8s_idem.errors import ApplicationError, StoreError, StoreUnavailableError, TransactionAbortedError
 from integr8s_idem.stores.sql.driver_cursors import has_not_begun, roll_back
-from integr8s_idem.stores.sql.errors import abort_reason, guarded_in_transaction, is_savepoint_missing, translate
+from integr8s_idem.stores.sql.errors import abort_reason, is_savepoint_missing, translate, translate_in_transaction
 
 SET_MARK: Final = "SAVEPOINT integr8s_idem"
 """Sets the savepoint that marks the start of the transaction."""
@@ -33,6 +31,12 @@ _COMMITTED: Final = (
     "the work tried to commit the transaction before its outcome was written. Leave the commit to the code around "
     "manager.in_transaction, or use a separate session for the work"
 )
+
+_COMMIT_METHOD: Final = "_commit_impl"
+"""Private method of SQLAlchemy's connections that commits.
+
+With a listener for commits instead, SQLAlchemy would dispatch all its events for each statement.
+"""
 
 
 class Undo(Protocol):
@@ -76,12 +80,14 @@ class _WholeTransaction:
     SQLAlchemy's asyncpg driver sends BEGIN with the first statement, and again with the first one after a ROLLBACK.
     """
 
-    def __init__(self, connection: AsyncConnection) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._transaction = connection.get_transaction()
 
     async def undo(self) -> None:
         transaction, connection = self._transaction, self._connection
+        if connection.invalidated:
+            return  # the database has rolled back
         if transaction is not None and transaction.is_active and connection.get_transaction() is transaction:
             await roll_back(connection)
 
@@ -90,57 +96,90 @@ class _WholeTransaction:
 
 
 async def _make_undo(connection: AsyncConnection) -> Undo:
-    return _WholeTransaction(connection) if has_not_begun(connection) else _Savepoint(await connection.begin_nested())
+    sync_connection = connection.sync_connection
+    if sync_connection is not None and has_not_begun(sync_connection):
+        return _WholeTransaction(sync_connection)
+    return _Savepoint(await connection.begin_nested())
 
 
-@asynccontextmanager
-async def undo_on_error(connection: AsyncConnection, operation: str) -> AsyncIterator[Undo]:
-    """Undo the changes of the block if it raises an exception; the transaction continues.
+class UndoOnError:
+    """Undoes the changes of a block if it raises an exception; the transaction continues.
 
     Raises:
         TransactionAbortedError: The database aborted the transaction.
         ApplicationError: The transaction ended within the block, but the block continued.
         Exception: Any other exception of the block, unchanged.
     """
-    async with guarded_in_transaction(operation, connection.dialect.name):
-        undoable = await _make_undo(connection)
-    try:
-        yield undoable
-    except BaseException as error:
-        await undo(undoable, operation, error, connection.dialect.name)
+
+    # A class, because every run enters it, and a generator takes several times as long.
+
+    def __init__(self, connection: AsyncConnection, operation: str) -> None:
+        self._connection = connection
+        self._operation = operation
+        self._undo: Undo | None = None
+
+    async def __aenter__(self) -> Undo:
+        try:
+            self._undo = await _make_undo(self._connection)
+        except DBAPIError as error:
+            raise translate_in_transaction(self._operation, error, self._connection.dialect.name) from error
+        return self._undo
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._undo is not None
+        if error is None:
+            try:
+                await self._undo.end()
+            except DBAPIError as failed:
+                raise _while_ending(failed, self._operation, self._connection) from failed
+            return
+        await undo(self._undo, self._operation, error, self._connection.dialect.name)
         if reason := abort_reason(error):
-            raise TransactionAbortedError(operation, reason) from error
-        raise
-    async with guarded_in_transaction(operation, connection.dialect.name), _reporting_ended_transaction():
-        await undoable.end()
+            raise TransactionAbortedError(self._operation, reason) from error
 
 
-@asynccontextmanager
-async def forbid_commit(connection: AsyncConnection) -> AsyncIterator[None]:
-    """Refuse commits within the block, because they would keep its writes without an outcome.
+class ForbidCommit:
+    """Refuses commits between `start` and `stop`, because they would keep the writes of a run without its outcome.
 
-    Raises:
-        ApplicationError: The block tried to commit.  The transaction is rolled back and its connection closed.
-        Exception: Any other exception of the block, unchanged.
+    After a commit was refused, the transaction is rolled back and its connection closed.
     """
-    refused: list[ApplicationError] = []
 
-    def refuse(committing: Connection) -> None:
-        committing.invalidate()
-        refused.append(ApplicationError(_COMMITTED))
-        raise refused[0]
+    def __init__(self, connection: AsyncConnection) -> None:
+        assert connection.sync_connection is not None
+        self._connection = connection.sync_connection
+        self._outer: object = None
+        self._refused: ApplicationError | None = None
 
-    sync_connection = connection.sync_connection
-    assert sync_connection is not None
-    try:
-        with before_commit(sync_connection, refuse):
-            yield
-    except Exception as error:
-        if refused and error is not refused[0]:
-            raise refused[0] from error
-        raise
-    if refused:
-        raise refused[0]
+    def start(self) -> None:
+        """Start to refuse commits."""
+        if not hasattr(Connection, _COMMIT_METHOD):
+            event.listen(self._connection, "commit", self._refuse)
+            return
+        replaced = vars(self._connection)
+        self._outer, replaced[_COMMIT_METHOD] = replaced.get(_COMMIT_METHOD), self._refuse
+
+    def stop(self, error: BaseException | None) -> None:
+        """Allow commits again.  `error` is the exception that is being raised, if any.
+
+        Raises:
+            ApplicationError: The run tried to commit, and `error` is not already the error that says so.
+        """
+        if not hasattr(Connection, _COMMIT_METHOD):
+            event.remove(self._connection, "commit", self._refuse)
+        elif self._outer is None:
+            del vars(self._connection)[_COMMIT_METHOD]
+        else:
+            vars(self._connection)[_COMMIT_METHOD] = self._outer
+        refused = self._refused
+        if refused is not None and error is not refused and (error is None or isinstance(error, Exception)):
+            raise refused from error
+
+    def _refuse(self, *_: object) -> None:
+        self._connection.invalidate()
+        self._refused = self._refused or ApplicationError(_COMMITTED)
+        raise self._refused
 
 
 async def release_mark(connection: AsyncConnection, operation: str) -> None:
@@ -149,18 +188,19 @@ async def release_mark(connection: AsyncConnection, operation: str) -> None:
     Raises:
         ApplicationError: The savepoint does not exist, because the transaction is another one.
     """
-    async with guarded_in_transaction(operation, connection.dialect.name), _reporting_ended_transaction():
-        await connection.execute(text(f"RELEASE {SET_MARK}"))
-
-
-@asynccontextmanager
-async def _reporting_ended_transaction() -> AsyncIterator[None]:
     try:
-        yield
+        await connection.execute(text(f"RELEASE {SET_MARK}"))
     except DBAPIError as error:
-        if is_savepoint_missing(error):
-            raise ApplicationError(_ENDED) from error
-        raise
+        raise _while_ending(error, operation, connection) from error
+
+
+def _while_ending(
+    error: DBAPIError, operation: str, connection: AsyncConnection
+) -> ApplicationError | StoreError | TransactionAbortedError:
+    """Translate an error of the statement that releases a savepoint."""
+    if is_savepoint_missing(error):
+        return ApplicationError(_ENDED)
+    return translate_in_transaction(operation, error, connection.dialect.name)
 
 
 async def undo(undoable: Undo, operation: str, error: BaseException, kind: str) -> None:

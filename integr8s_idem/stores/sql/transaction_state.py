@@ -43,13 +43,16 @@ def refuse_unbegun_statements(connection: Connection) -> None:
         event.listen(connection, "before_cursor_execute", check)
 
 
-async def ensure_begun(connection: AsyncConnection) -> None:
+async def ensure_begun(connection: AsyncConnection, sync_connection: Connection) -> None:
     """Begin a transaction on `connection` unless it is in one, and check it.
+
+    Args:
+        sync_connection: The connection that `connection` wraps.
 
     Raises:
         ApplicationError: SQLite is not in a transaction.
     """
-    if not connection.in_transaction():
+    if not sync_connection.in_transaction():
         await connection.begin()
-    if connection.dialect.name == "sqlite":
+    if sync_connection.dialect.name == "sqlite":
         await connection.run_sync(refuse_unbegun)
