@@ -187,6 +187,8 @@ def _finite(digits: str) -> float:
     return number
 
 
+_WITHOUT_FLOATS: Final = frozenset({str, int, bool, type(None)})
+
 _STRICT_JSON: Final = json.JSONDecoder(
     object_pairs_hook=_reject_duplicate_names, parse_constant=_reject_constant, parse_float=_finite
 )
@@ -261,15 +263,13 @@ def _envelope_in(fields: object) -> tuple[str, str]:
     if type(fields) is dict:
         event_type, event_id = fields.get("event_type"), fields.get("event_id")
         version = fields.get("event_version", _FIRST_VERSION)
-        if type(event_type) is type(event_id) is type(version) is str and _is_plain_id(event_id):
+        if type(event_type) is type(event_id) is type(version) is str and (
+            0 < len(event_id) <= MAX_ID_LENGTH and event_id.isascii()
+        ):
             return event_type, version
     # The fast check did not pass: let pydantic validate the fields or report the error.
     envelope = _checked_envelope(fields)
     return envelope.event_type, envelope.event_version
-
-
-def _is_plain_id(event_id: str) -> bool:
-    return 0 < len(event_id) <= MAX_ID_LENGTH and event_id.isascii()
 
 
 def _checked_envelope(fields: object) -> _Envelope:
@@ -289,23 +289,21 @@ def read_json(body: bytes) -> Any:
     """
     try:
         value = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="keys")
-        is_valid = _all_finite((value,))
+        is_valid = _is_finite(value)
     except (ValueError, TypeError, RecursionError):
         is_valid = False
     return value if is_valid else _read_carefully(body)
 
 
-def _all_finite(values: Iterable[Any]) -> bool:
-    """Return whether no number has overflowed: jiter reads 1e999 as infinity."""
-    for value in values:
-        kind = type(value)
-        if kind is str:  # the most common case
-            continue
-        if kind is float and isinf(value):
-            return False
-        if kind is dict and not _all_finite(value.values()):
-            return False
-        if kind is list and not _all_finite(value):
+def _is_finite(value: Any) -> bool:
+    """Return whether no number in `value` has overflowed: jiter reads 1e999 as infinity."""
+    kind = type(value)
+    if kind is float:
+        return not isinf(value)
+    if kind is not dict and kind is not list:
+        return True
+    for inner in value.values() if kind is dict else value:
+        if type(inner) not in _WITHOUT_FLOATS and not _is_finite(inner):
             return False
     return True
 

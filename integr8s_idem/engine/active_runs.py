@@ -76,8 +76,8 @@ def check_start(run: ActiveRun | None) -> None:
     Raises:
         LateStartError: The lease has expired or is about to: reserve the work again.
     """
-    if run is not None and run.lease is not None and run.lease.is_late():
-        raise LateStartError(run.lease)
+    if run is not None and (lease := run.lease) is not None and lease.is_late():
+        raise LateStartError(lease)
 
 
 class ActiveRuns:

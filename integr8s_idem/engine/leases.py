@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from itertools import groupby
 from types import TracebackType
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from integr8s_idem._util.deadlines import Deadline
 from integr8s_idem._util.lease_clock import Clock, clock_of
@@ -46,6 +46,19 @@ def fence_margin(lease: float) -> float:
     return min(lease / 10, 1.0)
 
 
+class LeaseTimes(NamedTuple):
+    """The times of a lease, in seconds."""
+
+    start_before: float
+    """The latest time to start the handler, by the lease clock."""
+    cancel_at: float
+    """When to cancel the handler, by the event loop's clock."""
+    renew_at: float
+    """When to renew the lease, by the event loop's clock."""
+    end: float
+    """The earliest end of the lease, by the event loop's clock."""
+
+
 class HeldLease(Deadline):
     """A lease, from its reservation to the end of its handler.
 
@@ -55,21 +68,25 @@ class HeldLease(Deadline):
 
     __slots__ = ("_keeper", "_now", "deadline", "renew_at", "reservation", "reserve_anew", "start_before", "withdrawn")
 
-    def __init__(self, keeper: LeaseKeeper, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew) -> None:
-        super().__init__(None)
+    def __init__(
+        self, keeper: LeaseKeeper, reservation: Reserved, times: LeaseTimes, reserve_anew: ReserveAnew
+    ) -> None:
+        # As `Deadline.__init__`; a call would cost as much as the assignments.
+        self.when = times.cancel_at
+        self.expired = False
+        self._clock = None
         self._keeper = keeper
         self._now = keeper.now
         self.reserve_anew = reserve_anew
         self.reservation = reservation
         self.withdrawn = False
         """Whether the store has rejected a renewal because this process no longer holds the key."""
-        self.deadline: float
+        self.deadline = times.end
         """The earliest end of the lease, by the event loop's clock."""
-        self.renew_at: float
+        self.renew_at = times.renew_at
         """The time of the next renewal, by the event loop's clock."""
-        self.start_before: float
+        self.start_before = times.start_before
         """The latest time to start the handler, by the lease clock."""
-        self.when = self._count_from(asked_at, reservation.lease)
 
     def is_late(self) -> bool:
         """Whether too little of the lease is left to start its handler now.  Thread-safe."""
@@ -82,7 +99,9 @@ class HeldLease(Deadline):
 
     def renewed(self, asked_at: float, lease: timedelta) -> None:
         """Extend the lease after a successful renewal that was requested at `asked_at`, by the lease clock."""
-        self.reschedule(self._count_from(asked_at, lease))
+        times = self._keeper.times_of(lease, asked_at)
+        self.start_before, self.deadline, self.renew_at = times.start_before, times.end, times.renew_at
+        self.reschedule(times.cancel_at)
 
     def lose(self) -> None:
         """Cancel the handler, or prevent its start, after the store has rejected a renewal."""
@@ -104,16 +123,6 @@ class HeldLease(Deadline):
     def drop(self) -> None:
         """Stop renewing the lease of a handler that does not start."""
         self._keeper.drop(self)
-
-    def _count_from(self, asked_at: float, lease: timedelta) -> float:
-        """Set the times of the lease; return when to cancel the handler, by the event loop's clock."""
-        # Count from the request and not from the answer: the store's lease began between the two.
-        seconds, until_margin, until_renewal = self._keeper.times_of(lease)
-        self.start_before = asked_at + until_margin
-        began = asyncio.get_running_loop().time() - (self._now() - asked_at)
-        self.deadline = began + seconds
-        self.renew_at = began + until_renewal
-        return began + until_margin
 
     def leave(self) -> bool:
         self._keeper.drop(self)
@@ -143,8 +152,7 @@ class LeaseKeeper:
         self._given_clock = clock
         self.now: Clock = clock or self._read_first
         """Returns the time by the lease clock, in seconds.  The first call must be made in the event loop's thread."""
-        self._lease: timedelta | None = None
-        self._times = (0.0, 0.0, 0.0)
+        self._last_times: tuple[timedelta, float, LeaseTimes] | None = None
         self._repository = repository
         self._observer = observer
         self._held: dict[HeldLease, None] = {}
@@ -160,12 +168,20 @@ class LeaseKeeper:
         self.now = clock_of(asyncio.get_running_loop())
         return self.now()
 
-    def times_of(self, lease: timedelta) -> tuple[float, float, float]:
-        """Return the seconds of a lease, until its margin, and until its renewal; cached for the usual lease."""
-        if lease is not self._lease:
-            seconds = lease.total_seconds()
-            self._lease, self._times = lease, (seconds, seconds - fence_margin(seconds), seconds * RENEW_AFTER)
-        return self._times
+    def times_of(self, lease: timedelta, asked_at: float) -> LeaseTimes:
+        """Return the times of a lease that was requested at `asked_at`, by the lease clock; kept for its batch."""
+        last = self._last_times
+        if last is not None and last[0] is lease and last[1] == asked_at:
+            return last[2]
+        seconds = lease.total_seconds()
+        until_margin = seconds - fence_margin(seconds)
+        # Count from the request and not from the answer: the store's lease began between the two.
+        began = asyncio.get_running_loop().time() - (self.now() - asked_at)
+        times = LeaseTimes(
+            asked_at + until_margin, began + until_margin, began + seconds * RENEW_AFTER, began + seconds
+        )
+        self._last_times = lease, asked_at, times
+        return times
 
     def hold(
         self, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew, *, renewed: bool = True
@@ -178,7 +194,8 @@ class LeaseKeeper:
                 lost, `None` if another worker has had the key.
             renewed: Whether to renew the lease while the work runs; otherwise the work must finish within one lease.
         """
-        lease = HeldLease(self, reservation, asked_at, reserve_anew)
+        times = self.times_of(reservation.lease, asked_at)
+        lease = HeldLease(self, reservation, times, reserve_anew)
         if renewed:
             self.take(lease)
         return lease
@@ -186,7 +203,8 @@ class LeaseKeeper:
     def take(self, lease: HeldLease) -> None:
         """Start renewing `lease`."""
         self._held[lease] = None
-        self._wake_at(lease.renew_at)
+        if self._timer is None or lease.renew_at < self._wakes_at or self._loop is not asyncio.get_running_loop():
+            self._wake_at(lease.renew_at)
 
     def drop(self, lease: HeldLease) -> None:
         """Stop renewing `lease`."""

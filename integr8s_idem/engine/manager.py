@@ -10,13 +10,14 @@ import asyncio
 import inspect
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 from itertools import compress
 from operator import not_
+from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from integr8s_idem._util.lease_clock import Clock
@@ -97,6 +98,8 @@ class IdempotencyManager:
         self.checked_ttl(self.config.ttl)
         self._wait_timeout = self.config.wait_timeout
         self.repository = repository
+        # Checked only once, because it takes as long as ten function calls.
+        self._joining = repository if isinstance(repository, JoiningRepository) else None
         self.observer = observer
         self.scope = scope
         self.owner = (owner or f"{scope}@{socket.gethostname()}:{os.getpid()}")[:128]
@@ -398,8 +401,7 @@ class IdempotencyManager:
             "guarded function, endpoint or handler"
         )
 
-    @asynccontextmanager
-    async def in_transaction(self, held: Any) -> AsyncIterator[None]:
+    def in_transaction(self, held: Any) -> AbstractAsyncContextManager[None]:
         """Make `run` reserve and complete in the transaction of `held`, so that it commits together with your writes.
 
             async with session.begin(), manager.in_transaction(session):
@@ -414,13 +416,9 @@ class IdempotencyManager:
         Raises:
             ApplicationError: The store is not in a SQL database.
         """
-        if not isinstance(self.repository, JoiningRepository):
+        if self._joining is None:
             raise ApplicationError(f"{type(self.repository).__name__} cannot join a transaction: use a SQL store")
-        token = _JOINED.set((self, self.repository.joined(held)))
-        try:
-            yield
-        finally:
-            _JOINED.reset(token)
+        return _InTransaction(self, self._joining, held)
 
     async def run(
         self,
@@ -560,6 +558,25 @@ class IdempotencyManager:
         error = error_of(work.key.label, outcome)
         assert error is not None, "the work is not done"
         raise error
+
+
+class _InTransaction:
+    """Makes a manager reserve and complete in a transaction of the caller, within a block."""
+
+    __slots__ = ("_held", "_joining", "_manager", "_token")
+
+    def __init__(self, manager: IdempotencyManager, joining: JoiningRepository, held: Any) -> None:
+        self._manager = manager
+        self._joining = joining
+        self._held = held
+
+    async def __aenter__(self) -> None:
+        self._token = _JOINED.set((self._manager, self._joining.joined(self._held)))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _JOINED.reset(self._token)
 
 
 def _not_awaitable(work: Work, function: Callable[..., object], returned: object) -> ApplicationError:

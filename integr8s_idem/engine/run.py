@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
+from integr8s_idem._util.deadlines import as_coroutine, limited
 from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.config import IdempotencyConfig, OnFailure
 from integr8s_idem.engine.active_runs import ActiveRun, ActiveRuns
@@ -173,8 +174,12 @@ class Run(ActiveRun):
         runs.enter(self)
         try:
             try:
-                with lease, services.observer.phase(Phase.HANDLE, work.event_type):
-                    value: T = repeatable(await function(attempt), attempt.label, work.returns)
+                with services.observer.phase(Phase.HANDLE, work.event_type):
+                    try:
+                        result: T = await limited(as_coroutine(function(attempt)), lease)
+                    finally:
+                        lease.drop()
+                    value: T = repeatable(result, attempt.label, work.returns)
             except asyncio.CancelledError:
                 services.client.release_later(work, lease.reservation)
                 raise

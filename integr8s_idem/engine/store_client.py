@@ -182,7 +182,9 @@ class StoreClient:
         """Make the record of `work` that has returned `value`, with the ttl of the work."""
         if work.forgotten:
             return Completion(reservation=reserved, ttl=AT_ONCE)
-        return self.completion(reserved, value, work.ttl, work.event_type)
+        stored, dropped = self._result_to_keep(reserved.key, value, work.event_type)
+        ttl = self._default_ttl if work.ttl is None else work.ttl
+        return Completion(reservation=reserved, ttl=ttl, result=stored, result_dropped=dropped)
 
     def failure(self, reserved: Reserved, error: str, ttl: timedelta | None) -> Failure:
         """Make the record of work that is given up."""

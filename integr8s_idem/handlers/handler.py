@@ -137,9 +137,10 @@ class GuardedExecution(HandlerExecution):
         self.handler = handler
         self.event = event
         self.generation = generation
-        keyed = handler.resolver.resolve(handler.name, event, generation)
-        key, returns = handler.manager.space.key(keyed.key), handler.returns
-        self.work = Work(key, keyed.fingerprint, handler.ttl, event.event_type, returns=returns)
+        key, fingerprint = handler.resolver.resolve(handler.name, event, generation)
+        if handler.hides_keys:
+            key = key.hidden()
+        self.work = Work(key, fingerprint, handler.ttl, event.event_type, returns=handler.returns)
         self.executor = handler.manager.executor
 
     @property
@@ -276,7 +277,8 @@ class EventHandler:
         if self._collector is not None:
             result = await self._collector.join(Member(event, attempt, outgoing, run_of(attempt)))
         else:
-            result = await self._call(HandlerCall(event, attempt, outgoing))
+            call = HandlerCall(event, attempt, outgoing)
+            result = await (self._invoke(call) if self._timeout is None else self._invoke_for(call, self._timeout))
         events = outgoing.finished(event, attempt.key, self.scope)
         if events:
             await self._publish(events, patient)
@@ -381,6 +383,7 @@ class IdempotentEventHandler(EventHandler):
             )
         self.manager = manager
         self.resolver = resolver or KeyResolver()
+        self.hides_keys = manager.space.hash_keys
         self.ttl = None if ttl is None else manager.checked_ttl(ttl)
         self.outbox = outbox
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ from datetime import timedelta
 from typing import Any
 
 from integr8s_idem._util.fast_dataclass import quick
-from integr8s_idem._util.loop_fairness import turn_of_the_loop
+from integr8s_idem._util.loop_fairness import pace_of, turn_of_the_loop
 from integr8s_idem.engine.active_runs import ActiveRun, check_start, run_of
+from integr8s_idem.engine.iterators import PLAIN_CLASSES
 from integr8s_idem.engine.results import materialized, refuse_generator
 from integr8s_idem.engine.work import Attempt, Transaction
 from integr8s_idem.errors import ApplicationError
@@ -88,7 +90,9 @@ class HandlerCall:
         Raises:
             LateStartError: Too little of the lease is left.
         """
-        await turn_of_the_loop()
+        pace = pace_of(asyncio.get_running_loop())
+        if pace.is_turn_over():
+            await pace.wait()
         check_start(run_of(self.attempt))
 
 
@@ -124,7 +128,8 @@ def returned_by(handler: RegisteredHandler, result: Any) -> Any:
 
     Call this while the handler's dependencies are open, because a lazy iterator may use them.
     """
-    result = materialized(result, handler.returns)
+    if type(result) not in PLAIN_CLASSES:
+        result = materialized(result, handler.returns)
     if handler.batch is not None and isinstance(result, list | tuple):
         return [materialized(each) for each in result]
     return result

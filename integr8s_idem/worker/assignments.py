@@ -37,8 +37,10 @@ class Assignment:
     running: set[Delivery] = field(default_factory=set)
     """Deliveries that were started and have not ended."""
     _idle: asyncio.Future[None] | None = None
+    closed: bool = False
+    """Whether its deliveries may no longer be started or retried."""
     closing: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Done when its deliveries may no longer be started or retried."""
+    """Done when it is closed."""
 
     @property
     def next_offset(self) -> int | None:
@@ -48,12 +50,9 @@ class Assignment:
 
     def close(self) -> None:
         """Start no more deliveries, and release those that wait."""
+        self.closed = True
         if not self.closing.done():
             self.closing.set_result(None)
-
-    @property
-    def closed(self) -> bool:
-        return self.closing.done()
 
     def add_running(self, delivery: Delivery) -> None:
         """Note that `delivery` was started."""

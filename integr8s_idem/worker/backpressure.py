@@ -8,7 +8,7 @@ Numbers such as R1 and A5 refer to docs/explanation/worker.md.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from integr8s_idem.worker.assignments import Assignment, Delivery
@@ -47,6 +47,21 @@ class Backpressure:
     def room(self) -> int:
         """Maximum messages of the next poll; at least one, since paused partitions are not fetched anyway."""
         return max(1, self._most - self.in_flight)
+
+    def neediest(self, assignments: Mapping[Partition, Assignment]) -> Iterator[tuple[list[Partition], int]]:
+        """Yield the partitions that have less than half their share of the limit in flight, then those below it.
+
+        With each group, yield how many messages bring the fullest of it to its share.
+        """
+        share = max(1, self._most // max(1, len(assignments)))
+        for limit in (share // 2, share):
+            below = {
+                partition: unfinished
+                for partition, assignment in assignments.items()
+                if partition not in self._paused and (unfinished := assignment.progress.unfinished) < limit
+            }
+            if below:
+                yield list(below), share - max(below.values())
 
     def _above_half(self) -> bool:
         return self.in_flight > self._most // 2 or self._bytes > self._most_bytes // 2

@@ -353,6 +353,7 @@ class ServiceWorker:
             FetchWatchdog(patience, self._kafka.request_timeout_seconds),
             self.observer,
             put=self._put,
+            is_ordered=self._service.ordering != "none",
             hold=lambda: not self._circuit.is_available,
             answer_seconds=self._kafka.request_timeout_seconds,
             longest_poll=self._longest_poll,

@@ -19,10 +19,26 @@ class ServiceHealth:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessHealth:
+    """Health of one worker process of a supervisor."""
+
+    worker_process: int
+    """Its number, from 1."""
+    pid: int | None
+    """Its process id, or `None` while it does not run."""
+    live: bool
+    ready: bool
+    reason: str = ""
+    """Why it is not live or not ready, apart from its services."""
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
-    """Health of all services of a process."""
+    """Health of all services of a process, or of several processes with the same services."""
 
     services: tuple[ServiceHealth, ...]
+    processes: tuple[ProcessHealth, ...] = ()
+    """The worker processes of a supervisor."""
 
     @property
     def live(self) -> bool:

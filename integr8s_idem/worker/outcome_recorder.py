@@ -43,6 +43,8 @@ class OutcomeRecorder:
         while self._returned:
             returned, self._returned = self._returned[:MOST_TOGETHER], self._returned[MOST_TOGETHER:]
             await self._record_together(returned)
+            # Let the next handlers of these lanes run, so that their outcomes are part of the next request.
+            await asyncio.sleep(0)
         # No await since the list was found empty: a later outcome starts another task.
         self._is_recording = False
 

@@ -59,6 +59,7 @@ class Poller:
         observer: Observer,
         *,
         put: Callable[[Delivery], None],
+        is_ordered: bool,
         hold: Callable[[], bool],
         answer_seconds: float,
         longest_poll: float,
@@ -66,6 +67,7 @@ class Poller:
         """
         Args:
             put: Called with each delivery.
+            is_ordered: Whether deliveries of a partition wait for each other.
             hold: Whether to pause all partitions.
             answer_seconds: Timeout of a request to a broker.
             longest_poll: Maximum seconds of a poll, which waits for rebalances.
@@ -77,6 +79,7 @@ class Poller:
         self._backpressure = backpressure
         self._observer = observer
         self._put = put
+        self._is_ordered = is_ordered
         self._hold = hold
         self._answer_seconds = answer_seconds
         self._longest_poll = longest_poll
@@ -112,7 +115,7 @@ class Poller:
             try:
                 await self._note_positions()
                 await self._note_starts()
-                batches = await self._fetch(most=min(POLL_RECORDS, self._backpressure.room))
+                batches = await self._next_batches()
             except (NoOffsetForPartitionError, OffsetOutOfRangeError):
                 raise
             except Exception as error:  # noqa: BLE001  # a damaged batch raises any error of its codec
@@ -124,6 +127,19 @@ class Poller:
             self._take(batches)
             assignments = self._partitions.assignments.items()
             self._fetched = {*batches, *(partition for partition, new in assignments if new.start is None)}
+
+    async def _next_batches(self) -> Mapping[Any, Sequence[Any]]:
+        """Fetch, first from the partitions with the fewest deliveries in flight if they are ordered.
+
+        The client returns the messages of one partition until none of them are left.  If they had to wait for each
+        other, most partitions would have nothing in flight, and little would be handled concurrently.
+        """
+        most, assignments = min(POLL_RECORDS, self._backpressure.room), self._partitions.assignments
+        if self._is_ordered and len(assignments) > 1:
+            for partitions, lacking in self._backpressure.neediest(assignments):
+                if batches := await self._fetch(*partitions, most=min(most, lacking), seconds=0.0):
+                    return batches
+        return await self._fetch(most=most)
 
     def _apply_pressure(self) -> None:
         self._backpressure.apply(self.consumer, self._partitions.assignments, hold=self._hold())

@@ -1,7 +1,7 @@
 """Run the handlers of reserved work items in a few tasks.
 
-A runner is a task that runs one item after another.  Another runner starts only when a handler awaits something.  A
-handler that never awaits needs no task of its own, and as many handlers run concurrently as there are slots.
+A runner is a task that runs one item after another.  When a handler waits for something, another runner continues with
+the next item.  So a handler that never waits needs no task of its own, and as many run concurrently as there are slots.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, Final
 
+from integr8s_idem._util.first_step import rest
 from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.engine.run import Returned, Run
 from integr8s_idem.handlers.handler import GuardedExecution
@@ -39,8 +40,10 @@ class Runners:
         self._conclusions = conclusions
         self._recorder = OutcomeRecorder(processor, tasks, conclusions)
         self._runnable: deque[WorkItem] = deque()
-        self._spare: Coroutine[Any, Any, None] | None = None
-        """A runner that has not taken an item yet."""
+        self._last = 0
+        """Number of the last runner."""
+        self._current: int | None = None
+        """The runner that takes the next item; the others wait for handlers that they have started."""
         self._pace = pace_of(asyncio.get_running_loop())
         self._context = copy_context()
         """Context of the runners; each handler runs in the context of its delivery."""
@@ -50,10 +53,11 @@ class Runners:
         self._runnable.append(item)
 
     def start(self) -> None:
-        """Start a runner if there are items to run."""
-        if self._runnable and self._spare is None and not self._isolation.is_closed:
-            self._spare = runner = self._runner()
-            self._tasks.begin(runner, self._context, partial(self._ended, runner))
+        """Start a runner if there are items to run and no runner takes them."""
+        if self._runnable and self._current is None and not self._isolation.is_closed:
+            self._last += 1
+            self._current = number = self._last
+            self._tasks.begin(self._runner(number), self._context, partial(self._ended, number))
 
     def release(self, *, only_closed: bool) -> None:
         """Release items that no runner has taken; with `only_closed`, only those of closed assignments."""
@@ -65,16 +69,17 @@ class Runners:
             self._slots.release()
             self._conclusions.abandon(item)
 
-    def _ended(self, runner: Coroutine[Any, Any, None], task: asyncio.Task[None]) -> None:
-        if self._spare is runner:
-            self._spare = None
+    def _ended(self, runner: int, task: asyncio.Task[None]) -> None:
+        if self._current == runner:
+            self._current = None
         self._tasks.has_succeeded(task)
         self.start()
 
-    async def _runner(self) -> None:
-        done, is_spare, task = 0, True, asyncio.current_task()
+    async def _runner(self, number: int) -> None:
+        done, task = 0, asyncio.current_task()
         assert task is not None, "runners are tasks"
-        while self._runnable and not self._isolation.is_closed:
+        while self._runnable and self._current in (None, number) and not self._isolation.is_closed:
+            self._current = number
             if done == TURN:
                 await asyncio.sleep(0)
                 done = 0
@@ -85,18 +90,25 @@ class Runners:
                 done = 0
                 if not self._runnable or self._isolation.is_closed:
                     break
-            if is_spare:
-                self._spare, is_spare = None, False
-            item = self._runnable.popleft()
-            self.start()
-            await self._run(item, task)
-            done += 1
+            work = self._run(self._runnable.popleft(), task)
+            try:
+                waiting_for = work.send(None)
+            except StopIteration:
+                done += 1
+            else:
+                self._current = None
+                self.start()
+                await rest(work, waiting_for)
+                done = 0
 
     async def _run(self, item: WorkItem, task: asyncio.Task[Any]) -> None:
-        conclusions = self._conclusions
+        conclusions, delivery = self._conclusions, item.delivery
         self._isolation.enter()
+        delivery.tasks.add(task)
         try:
-            outcome = await in_context(item.delivery.context.copy(), self._call(item, task))
+            if delivery.assignment.closed:
+                raise AbandonedError
+            outcome = await in_context(delivery.context.copy(), self._work(item))
         except AbandonedError:
             conclusions.abandon(item)
         except Exception as error:  # noqa: BLE001  # `raised` handles all errors of an item
@@ -112,22 +124,15 @@ class Runners:
             else:
                 conclusions.conclude(item, outcome)
         finally:
+            delivery.tasks.discard(task)
             self._isolation.leave()
             self._slots.release()
 
-    async def _call(self, item: WorkItem, task: asyncio.Task[Any]) -> FirstOutcome | Returned[Any]:
-        """Run the handler of an item in `task`, the current one."""
-        delivery, execution, run = item.delivery, item.execution, item.run
+    def _work(self, item: WorkItem) -> Coroutine[Any, Any, FirstOutcome | Returned[Any]]:
+        """Return the run of an item's handler."""
+        run, execution = item.run, item.execution
+        if run is None:
+            return execution.attempt_or_suspect(wait_for_store=self._circuit.wait_out)
+        assert isinstance(execution, GuardedExecution)
         item.run = None
-        if delivery.assignment.closed:
-            if run is not None:
-                run.release()
-            raise AbandonedError
-        delivery.tasks.add(task)
-        try:
-            if run is None:
-                return await execution.attempt_or_suspect(wait_for_store=self._circuit.wait_out)
-            assert isinstance(execution, GuardedExecution)
-            return await run.call(execution.call_patiently)
-        finally:
-            delivery.tasks.discard(task)
+        return run.call(execution.call_patiently)

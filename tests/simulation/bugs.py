@@ -159,7 +159,8 @@ def no_deadline_of_the_lease() -> AbstractContextManager[Any]:
         return self
 
     def renewed(self: HeldLease, asked_at: float, lease: timedelta) -> None:
-        self._count_from(asked_at, lease)  # without setting the deadline
+        times = self._keeper.times_of(lease, asked_at)
+        self.start_before, self.deadline, self.renew_at = times.start_before, times.end, times.renew_at
 
     return mock.patch.multiple(HeldLease, __enter__=enter, renewed=renewed, lose=lambda self: None)
 

@@ -33,6 +33,8 @@ class TurnCounter:
 
     def __init__(self, target: Address, *, strangers: bytes | None = None) -> None:
         self.turns = 0
+        self.requests = bytearray()
+        """What clients have sent, except strangers."""
         self._target = target
         self._strangers = strangers
         self._acceptor = Acceptor(self._serve)
@@ -87,6 +89,8 @@ class _Link:
                 self._counts = self._strangers is None or self._strangers not in data
             self._counter.turns += self._counts and self._heard
             self._heard = False
+            if self._counts:
+                self._counter.requests += data
             writer.write(data)
             await writer.drain()
 

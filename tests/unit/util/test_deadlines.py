@@ -8,14 +8,14 @@ import random
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import pytest
 import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from integr8s_idem._util.deadlines import Deadline
+from integr8s_idem._util.deadlines import Deadline, as_coroutine, limited
 from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
 
@@ -243,7 +243,7 @@ def test_an_answer_in_the_socket_is_read_before_a_late_deadline_cancels(
     async def main() -> bytes:
         here, there = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=here)
-        reading = asyncio.create_task(limited(reader))
+        reading = asyncio.create_task(read(reader))
         await asyncio.sleep(0)  # it waits for the answer
         there.sendall(b"answer\n")
         time.sleep(0.3)  # noqa: ASYNC251  # block the event loop longer than the deadline
@@ -253,7 +253,7 @@ def test_an_answer_in_the_socket_is_read_before_a_late_deadline_cancels(
             writer.close()
             there.close()
 
-    async def limited(reader: asyncio.StreamReader) -> bytes:
+    async def read(reader: asyncio.StreamReader) -> bytes:
         with Deadline(now() + 0.1):
             return await reader.readline()
 
@@ -272,3 +272,92 @@ def test_a_late_deadline_cancels_a_block_without_an_answer(
 
     with asyncio.Runner(loop_factory=factory) as runner, pytest.raises(TimeoutError):
         runner.run(main())
+
+
+# Coroutines that may never wait.
+
+
+class Watched(Deadline):
+    """A deadline that notes how often it was entered."""
+
+    entries = 0
+
+    def __enter__(self) -> Watched:
+        Watched.entries += 1
+        super().__enter__()
+        return self
+
+
+@virtual_time
+async def test_a_coroutine_that_never_waits_does_not_enter_its_deadline() -> None:
+    Watched.entries = 0
+
+    async def at_once() -> str:
+        return "done"
+
+    async def fails() -> None:
+        raise ValueError("no")
+
+    assert await limited(at_once(), Watched(now() - 1)) == "done"
+    with pytest.raises(ValueError, match="no"):
+        await limited(fails(), Watched(now() - 1))
+    assert Watched.entries == 0
+
+
+@virtual_time
+async def test_a_coroutine_that_waits_is_limited_and_keeps_its_task() -> None:
+    Watched.entries, tasks = 0, list[asyncio.Task[object] | None]()
+
+    async def waits(seconds: float) -> str:
+        tasks.append(asyncio.current_task())
+        async with asyncio.timeout(60):  # needs the task in which it was entered
+            await asyncio.sleep(seconds)
+        tasks.append(asyncio.current_task())
+        return "done"
+
+    assert await limited(waits(1), Watched(now() + 2)) == "done"
+    with pytest.raises(TimeoutError):
+        await limited(waits(10), Watched(now() + 2))
+
+    assert (now(), Watched.entries) == (3, 2)
+    assert set(tasks) == {asyncio.current_task()}
+
+
+@virtual_time
+async def test_errors_and_cancellations_reach_a_coroutine_that_waits() -> None:
+    seen = list[BaseException]()
+
+    async def waits(until: asyncio.Future[str]) -> str:
+        try:
+            return await until
+        except BaseException as error:
+            seen.append(error)
+            raise
+
+    until: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.ensure_future(limited(waits(until), Deadline(None)))
+    await asyncio.sleep(0)
+    until.set_exception(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        await task
+
+    task = asyncio.ensure_future(limited(waits(asyncio.get_running_loop().create_future()), Deadline(None)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [type(error) for error in seen] == [ValueError, asyncio.CancelledError]
+
+
+@virtual_time
+async def test_any_awaitable_can_be_limited() -> None:
+    class Later:
+        def __await__(self) -> Generator[object, None, str]:
+            yield from asyncio.sleep(1).__await__()
+            return "later"
+
+    future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    future.set_result("future")
+
+    assert await limited(as_coroutine(Later()), Deadline(None)) == "later"
+    assert await limited(as_coroutine(future), Deadline(None)) == "future"

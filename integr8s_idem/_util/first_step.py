@@ -1,0 +1,33 @@
+"""Await the rest of a coroutine whose first step ran without being awaited.
+
+try:
+    waiting_for = work.send(None)
+except StopIteration as end:
+    result = end.value                      # it never waited for anything
+else:
+    result = await rest(work, waiting_for)  # in the same task
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Coroutine, Generator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@types.coroutine
+def rest(work: Coroutine[Any, Any, T], waiting_for: object) -> Generator[Any, Any, T]:
+    """Await `work`, whose last step returned `waiting_for`, in the task in which that step ran."""
+    step: Any
+    while True:
+        try:
+            sent, step = (yield waiting_for), work.send
+        except BaseException as error:  # noqa: BLE001  # thrown into `work`
+            sent, step = error, work.throw
+        try:
+            waiting_for = step(sent)
+        except StopIteration as end:
+            result: T = end.value
+            return result

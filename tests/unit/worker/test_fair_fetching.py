@@ -1,0 +1,113 @@
+"""Partitions whose deliveries wait for each other are fetched evenly, so that many are handled concurrently."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from integr8s_idem.records import Completion
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.assignments import Assignment
+from integr8s_idem.worker.backpressure import Backpressure
+from integr8s_idem.worker.kafka_protocols import Partition
+from tests.support.counting import CountingStore
+from tests.support.deliveries import assignment
+from tests.support.fake_worker import running
+from tests.support.guarded import guarded
+from tests.support.pipelines import TOPIC, Depot, ParcelSent, all_committed, dispatcher_of, sent, turns
+
+
+def with_unfinished(*numbers: int) -> dict[Partition, Assignment]:
+    """Return an assignment for each number, with as many unfinished deliveries."""
+    found = {}
+    for partition, number in enumerate(numbers):
+        each = assignment(partition=partition)
+        for offset in range(number):
+            each.progress.deliver(offset)
+        found[each.partition] = each
+    return found
+
+
+@virtual_time
+@pytest.mark.parametrize(
+    ("unfinished", "groups"),
+    [
+        ((0, 0, 0, 0), [((0, 1, 2, 3), 25), ((0, 1, 2, 3), 25)]),
+        ((25, 0, 12, 3), [((1, 3), 22), ((1, 2, 3), 13)]),
+        ((25, 24, 13, 90), [((1, 2), 1)]),
+        ((25, 25, 40, 99), []),
+    ],
+)
+async def test_partitions_below_half_their_share_come_first(
+    unfinished: Sequence[int], groups: list[tuple[tuple[int, ...], int]]
+) -> None:
+    assignments = with_unfinished(*unfinished)
+
+    found = Backpressure(100, 10**9).neediest(assignments)
+
+    assert [(tuple(each.partition for each in group), most) for group, most in found] == groups
+
+
+@virtual_time
+async def test_more_partitions_than_deliveries_have_a_share_of_one() -> None:
+    assignments = with_unfinished(0, 1, 0)
+
+    [(partitions, most)] = Backpressure(2, 10**9).neediest(assignments)
+
+    assert ([each.partition for each in partitions], most) == ([0, 2], 1)
+
+
+@virtual_time
+async def test_each_partition_of_an_ordered_service_has_its_share_in_flight() -> None:
+    depot, broker = Depot(seconds=3600), sent(4_000, partitions=4)
+
+    async with running(dispatcher_of(depot.handle), broker, max_in_flight=40, ordering="partition") as worker:
+        await worker.until(lambda: worker.worker._backpressure.in_flight == 40)
+        held = Counter(each.progress.unfinished for each in worker.worker._partitions.assignments.values())
+
+    assert held == {10: 4}
+
+
+@virtual_time
+async def test_a_partition_gets_all_the_room_if_the_others_have_no_messages() -> None:
+    depot, broker = Depot(seconds=3600), sent(4_000, partitions=1)
+    for partition in range(1, 8):
+        broker.logs[Partition(TOPIC.topic, partition)] = []
+
+    async with running(dispatcher_of(depot.handle), broker, max_in_flight=40, ordering="partition") as worker:
+        await worker.until(lambda: worker.worker._backpressure.in_flight == 40)
+
+        assert worker.worker._partitions.assignments[TOPIC].progress.unfinished == 40
+
+
+class RecordingStore(CountingStore):
+    """Also records the sizes of `complete` requests, each of which takes a few iterations of the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.completed: list[int] = []
+
+    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+        self.completed.append(len(completions))
+        await turns(5)
+        return await super().complete(completions)
+
+
+@virtual_time
+async def test_outcomes_of_lanes_that_are_out_of_step_join_the_same_requests() -> None:
+    store, handled, broker = RecordingStore(), list[Any](), sent(800, partitions=8)
+
+    async def handle(event: ParcelSent) -> None:
+        if event.number < 4:
+            await turns(3)  # the first events of half of the partitions
+        handled.append(event.number)
+
+    async with running(dispatcher_of(handle, guarded(store)), broker, ordering="partition") as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert sorted(handled) == list(range(800))
+    assert sum(store.completed) == 800
+    assert len(store.completed) <= 150
