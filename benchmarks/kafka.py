@@ -7,7 +7,7 @@ first fetched events until the last one is settled: handled and, with a guard, r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from tests.support.kafka.broker import Kafka, KafkaBroker
 
 KEYS: Final = (
     "kafka_noop",
+    "kafka_default_order",
     "kafka_1ms",
     "kafka_vs_raw_loop",
     "kafka_vs_faststream",
@@ -58,6 +59,7 @@ ACK_ONE_IN: Final = 10
 """FastStream under `ACK` reads only one event in ten, since it takes several times as long for each."""
 
 NOOP: Final = ServiceSettings(ordering="none", concurrency=1_000, max_in_flight=2_000)
+BY_PARTITION: Final = ServiceSettings(ordering="partition", concurrency=1_000, max_in_flight=2_000)
 ONE_MS: Final = ServiceSettings(ordering="none", concurrency=64, max_in_flight=2_000)
 BROKER: Final = {"group.coordinator.append.linger.ms": "0"}
 """Disables the five milliseconds that each commit waits for others in Kafka 4.0 and 4.1, but not in other versions
@@ -254,30 +256,39 @@ class Topic:
         ensure(handler.handled == self.events, f"{handler.handled} of {self.events} handled")
         return found
 
-    async def faststream(self, _: float, *, policy: AckPolicy, one_in: int = 1) -> Measured:
+    async def faststream(
+        self, _: float, *, policy: AckPolicy, one_in: int = 1, middlewares: Sequence[Any] = ()
+    ) -> Measured:
         """Run FastStream's subscriber with its defaults."""
         handler = Handler(self.events // one_in)
-        broker = FastStreamBroker(self.kafka.bootstrap, logger=None)
-
-        @broker.subscriber(
-            self.name,
-            group_id=f"bench-{uuid4().hex}",
-            auto_offset_reset="earliest",
-            isolation_level="read_committed",
-            ack_policy=policy,
-        )
-        async def ship(event: OrderPlaced) -> None:
-            await handler.handle(event)
-
-        await broker.start()
-        try:
-            await handler.wait()
-            found = handler.read()
-        finally:
-            await broker.stop()
+        found = await subscribe(self.kafka.bootstrap, self.name, handler, policy, middlewares)
         # With `one_in`, some more events may be handled before the broker stops; none may be handled twice.
         ensure(handler.handled <= self.events, f"{handler.handled} of {self.events} handled")
         return found
+
+
+async def subscribe(
+    bootstrap: str, topic: str, handler: Handler, policy: AckPolicy, middlewares: Sequence[Any] = ()
+) -> Measured:
+    """Read a topic with FastStream, in a new group, until the handler has finished."""
+    broker = FastStreamBroker(bootstrap, logger=None, middlewares=middlewares)
+
+    @broker.subscriber(
+        topic,
+        group_id=f"bench-{uuid4().hex}",
+        auto_offset_reset="earliest",
+        isolation_level="read_committed",
+        ack_policy=policy,
+    )
+    async def ship(event: OrderPlaced) -> None:
+        await handler.handle(event)
+
+    await broker.start()
+    try:
+        await handler.wait()
+        return handler.read()
+    finally:
+        await broker.stop()
 
 
 def new_scope() -> str:
@@ -329,6 +340,7 @@ def _comparisons(topic: Topic, telemetry: Telemetry) -> list[Comparison]:
 
     noop: dict[str, Turn] = {
         "idempotent": topic.idempotent,
+        "by_partition": partial(topic.idempotent, service=BY_PARTITION),
         "plain": topic.plain,
         "raw_loop": topic.raw_loop,
         "faststream_ack_first": partial(topic.faststream, policy=AckPolicy.ACK_FIRST),
@@ -341,6 +353,7 @@ def _comparisons(topic: Topic, telemetry: Telemetry) -> list[Comparison]:
     }
     figures = {
         "kafka_noop": ("idempotent", "plain"),
+        "kafka_default_order": ("by_partition", "idempotent"),
         "kafka_vs_raw_loop": ("idempotent", "raw_loop"),
         "kafka_vs_faststream": ("idempotent", "faststream_ack_first"),
         "kafka_vs_faststream_ack": ("idempotent", "faststream_ack"),

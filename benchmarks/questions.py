@@ -6,7 +6,20 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks import batches, costs, deployments, footprint, growth, kafka, local, single, transactions
+from benchmarks import (
+    batches,
+    costs,
+    deployments,
+    footprint,
+    growth,
+    http,
+    kafka,
+    local,
+    processes,
+    single,
+    subscribers,
+    transactions,
+)
 from benchmarks.measuring import Flat
 from benchmarks.rounds import Options, Progress
 
@@ -25,10 +38,13 @@ BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     "local": Benchmark(local.KEYS, local.measure),
     "batches": Benchmark(batches.KEYS, batches.measure),
     "kafka": Benchmark(kafka.KEYS, kafka.measure),
+    "subscribers": Benchmark(subscribers.KEYS, subscribers.measure),
     "costs": Benchmark((), costs.measure),
     "deployments": Benchmark((), deployments.measure),
+    "processes": Benchmark(processes.KEYS, processes.measure),
     "footprint": Benchmark(footprint.KEYS, footprint.measure),
     "growth": Benchmark(growth.KEYS, growth.measure),
+    "http": Benchmark(http.KEYS, http.measure),
     "transactions": Benchmark(transactions.KEYS, transactions.measure),
 }
 KEYS: Final = tuple(key for benchmark in BENCHMARKS.values() for key in benchmark.keys)

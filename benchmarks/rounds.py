@@ -95,6 +95,8 @@ class Comparison:
     turns: Mapping[str, Turn]
     figures: Mapping[str, tuple[str, str]]
     """By the key of a figure: the contestant, and the partner whose rate its rate is divided by."""
+    by_cpu: bool = False
+    """Whether the figures compare events per second of this process's CPU time, not of wall-clock time."""
 
     def __post_init__(self) -> None:
         if unknown := self.turns.keys() - GUARANTEES:
@@ -124,17 +126,18 @@ async def compare(comparison: Comparison, options: Options, progress: Progress) 
     for name, measured_turns in turns_of.items():
         results |= _medians(f"contest.{comparison.name}.{name}", measured_turns)
     for key, (contestant, partner) in figures.items():
-        results |= ratio_of(key, turns_of[contestant], turns_of[partner])
+        results |= ratio_of(key, turns_of[contestant], turns_of[partner], by_cpu=comparison.by_cpu)
         spread_text = f"{results[f'{key}.min']}..{results[f'{key}.max']}"
         progress(f"{key} = {results[key]} ({spread_text}), by CPU {results[f'{key}.cpu_ratio']}")
     return results
 
 
-def ratio_of(key: str, contestant: list[Measured], partner: list[Measured]) -> Flat:
+def ratio_of(key: str, contestant: list[Measured], partner: list[Measured], *, by_cpu: bool = False) -> Flat:
     """Compute the ratio of the contestant's rate to its partner's, round by round."""
     pairs = list(zip(contestant, partner, strict=True))
-    results = spread_of(key, [turn.rate / other.rate for turn, other in pairs])
-    results[f"{key}.cpu_ratio"] = spread([other.cpu_us / turn.cpu_us for turn, other in pairs]).median
+    cpu_ratios = [other.cpu_us / turn.cpu_us for turn, other in pairs]
+    results = spread_of(key, cpu_ratios if by_cpu else [turn.rate / other.rate for turn, other in pairs])
+    results[f"{key}.cpu_ratio"] = spread(cpu_ratios).median
     for name in ("rate", "us", "cpu_us"):
         results[f"{key}.{name}"] = spread([getattr(turn, name) for turn in contestant]).median
         results[f"{key}.partner_{name}"] = spread([getattr(turn, name) for turn in partner]).median

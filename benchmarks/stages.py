@@ -121,6 +121,7 @@ class Log:
     def __init__(self, records: Mapping[TopicPartition, Sequence[Record]]) -> None:
         self._records = records
         self._positions = dict.fromkeys(records, 0)
+        self._paused: set[Any] = set()
         self._listener: Any = None
 
     def subscribe(self, _: Sequence[str], *, listener: Any) -> None:
@@ -132,9 +133,11 @@ class Log:
     async def stop(self) -> None:
         await self._listener.on_partitions_revoked(set(self._records))
 
-    async def getmany(self, *_: Any, timeout_ms: int, max_records: int) -> dict[Any, Sequence[Record]]:
+    async def getmany(self, *only: Any, timeout_ms: int, max_records: int) -> dict[Any, Sequence[Record]]:
         """Return messages of one partition at a time, as a fetch does."""
         for partition, position in self._positions.items():
+            if partition in self._paused or (only and partition not in only):
+                continue
             if found := self._records[partition][position : position + max_records]:
                 self._positions[partition] = position + len(found)
                 await asyncio.sleep(0)
@@ -150,9 +153,11 @@ class Log:
     def seek(self, partition: Any, offset: int) -> None:
         raise AssertionError("seek is not expected: no event fails")
 
-    def pause(self, *partitions: Any) -> None: ...
+    def pause(self, *partitions: Any) -> None:
+        self._paused.update(partitions)
 
-    def resume(self, *partitions: Any) -> None: ...
+    def resume(self, *partitions: Any) -> None:
+        self._paused.difference_update(partitions)
 
     def assignment(self) -> set[Any]:
         return set(self._records)

@@ -20,6 +20,14 @@ from integr8s_idem.cli.graph_command import graph_command
 from integr8s_idem.cli.keys_commands import keys_app
 from integr8s_idem.cli.new_command import new_command
 from integr8s_idem.cli.output import echo, write_error, write_text
+from integr8s_idem.cli.processes import (
+    Processes,
+    WorkerProcessOption,
+    process_count,
+    supervise,
+    supervisor_link,
+    worker_launch,
+)
 from integr8s_idem.cli.run_command import Run, run
 from integr8s_idem.cli.store_commands import store_app
 from integr8s_idem.cli.top_command import top_command
@@ -77,16 +85,31 @@ def run_command(
     settings: SettingsFile = None,
     embedded: Annotated[bool, typer.Option("--embedded", help="Start an embedded Kafka and Redis.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Log JSON lines, even on a terminal.")] = False,
+    processes: Processes = "1",
+    worker_process: WorkerProcessOption = None,
 ) -> None:
     """Run the services of a platform.
 
     Ctrl-C or SIGTERM drains them and exits.
+
+    With --processes, several worker processes on one machine divide the partitions.  One that ends is started again,
+    and /metrics, /healthz and /readyz report all of them as one.  On Kubernetes, keep one process per pod, and scale
+    pods.
     """
 
     def start() -> int:
+        link = supervisor_link(worker_process) if worker_process is not None else None
+        number = 1 if link is not None else process_count(processes)
+        # Before the application can change its folder and environment.
+        launch = worker_launch() if number > 1 else None
         platform = load_application(target)
         services = select_services(platform, service or [])
-        return run(Run(platform, services, settings, embedded, as_json))
+        options = Run(platform, services, settings, embedded, as_json, link)
+        if launch is None:
+            return run(options)
+        arguments = [target, *(f"--service={name}" for name in service or [])]
+        arguments += [f"--settings={settings}"] if settings is not None else []
+        return supervise(options, number, launch.adding(*arguments, *(["--json"] if as_json else [])))
 
     raise typer.Exit(exit_status_of(start))
 

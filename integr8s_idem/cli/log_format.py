@@ -85,6 +85,19 @@ class RepeatFilter(logging.Filter):
         return is_new
 
 
+class WorkerProcessFilter(logging.Filter):
+    """Adds the number of this worker process to all records."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Add the number."""
+        record.worker_process = self._number
+        return True
+
+
 class ConsoleHandler(logging.Handler):
     """Writes above the live table."""
 

@@ -10,13 +10,16 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
+
+from rich.console import Console
 
 from integr8s_idem.cli.embedded_servers import AnnounceMetrics, announce_servers, log_addresses
 from integr8s_idem.cli.garbage_collection import collect_rarely
 from integr8s_idem.cli.live_table import LiveTable
-from integr8s_idem.cli.log_format import log_as_json, log_as_text
+from integr8s_idem.cli.log_format import WorkerProcessFilter, log_as_json, log_as_text
 from integr8s_idem.cli.output import safe_console
 from integr8s_idem.cli.run_table import report_table
 from integr8s_idem.config import Settings, load_settings, settings_warnings
@@ -24,9 +27,13 @@ from integr8s_idem.config.loading import settings_source
 from integr8s_idem.embedded.settings_overlay import NO_KAFKA_CREDENTIALS, embedded_settings, keeps_its_store
 from integr8s_idem.errors import IdempotencyError
 from integr8s_idem.runtime import Platform, Service, ServiceGroup
+from integr8s_idem.runtime.endpoints import CLOSE_SECONDS as ENDPOINTS_SECONDS
 from integr8s_idem.runtime.service import check_groups
+from integr8s_idem.runtime.service_group import CLOSE_SECONDS as CONTAINER_SECONDS
+from integr8s_idem.runtime.supervisor_link import SupervisorLink
 from integr8s_idem.telemetry.setup import check_exporter
 from integr8s_idem.worker import ServiceReport
+from integr8s_idem.worker.consumer import LAST_GRACE
 
 _log: Final = logging.getLogger(__name__)
 
@@ -76,6 +83,8 @@ class Run:
     settings_file: Path | None = None
     embedded: bool = False
     as_json: bool = False
+    link: SupervisorLink | None = None
+    """Connection to the supervisor, in one of its worker processes."""
 
     def settings(self, overrides: Mapping[str, Any] | None = None) -> Settings:
         """Load the platform's settings.
@@ -92,21 +101,44 @@ class Run:
         return settings
 
 
-def run(options: Run, make_group: MakeGroup = ServiceGroup, servers: StartServers | None = None) -> int:
+def run(options: Run, make_group: MakeGroup | None = None, servers: StartServers | None = None) -> int:
     """Run the services until a signal, and return the exit status.
 
     Raises:
         SettingsError: The settings are invalid.  Nothing has been started.
     """
     settings = options.settings(NO_KAFKA_CREDENTIALS if options.embedded else None)
-    console = safe_console()
-    table = None if options.as_json or not console.file.isatty() else LiveTable(console)
-    if table is None:
-        log_as_json(sys.stdout, settings.telemetry.log_level)
-    else:
-        log_as_text(console, settings.telemetry.log_level)
+    make_group = make_group or partial(ServiceGroup, link=options.link)
+    console = start_logging(settings, as_json=options.as_json, link=options.link)
+    # Worker processes share the terminal, on which only one table could be redrawn.
+    table = LiveTable(console) if console is not None and options.link is None else None
+    if options.link is not None:
+        options.link.grace_seconds = grace_seconds(settings, options.services)
     collect_rarely()
-    return _in_loop(_run(options, settings, make_group, servers or _embedded(settings), table))
+    return in_loop(_run(options, settings, make_group, servers or _embedded(settings), table))
+
+
+def start_logging(settings: Settings, *, as_json: bool, link: SupervisorLink | None = None) -> Console | None:
+    """Log text on a terminal, and return its console; otherwise log JSON lines."""
+    console = safe_console()
+    is_terminal = console.file.isatty() and not as_json
+    if is_terminal:
+        log_as_text(console, settings.telemetry.log_level)
+    else:
+        log_as_json(sys.stdout, settings.telemetry.log_level)
+    if link is not None:
+        logging.getLogger().handlers[0].addFilter(WorkerProcessFilter(link.number))
+    return console if is_terminal else None
+
+
+def grace_seconds(settings: Settings, services: Sequence[Service]) -> float:
+    """Return the most seconds that `services` take to drain, with all steps of a shutdown.
+
+    See "Stopping" in docs/how-to/deploy-on-kubernetes.md.
+    """
+    handlers = max(settings.service(service.name).drain_timeout_seconds for service in services)
+    brokers = 3 * settings.kafka.request_timeout_seconds  # commit, leave the group, publish the outbox
+    return handlers + 3 * LAST_GRACE + brokers + CONTAINER_SECONDS + ENDPOINTS_SECONDS + _THREADS_SECONDS
 
 
 async def _run(
@@ -120,7 +152,8 @@ async def _run(
             own, settings = settings, options.settings(embedded_settings(settings, started.settings()))
             log_addresses(settings, own)
             announce_metrics = stack.enter_context(announce_servers(started.settings()))
-        _warn(options, settings)
+        if options.link is None:  # otherwise the supervisor has logged the warnings
+            warn(options, settings)
         group = make_group(options.services, settings, announce_metrics)
         if table is not None:
             hint = "Ctrl-C drains, a second one stops at once"
@@ -154,7 +187,7 @@ def _exit_with_running_handlers(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _in_loop(main: Coroutine[Any, Any, int]) -> int:
+def in_loop(main: Coroutine[Any, Any, int]) -> int:
     """Run `main`, on uvloop if it is installed."""
     with asyncio.Runner(loop_factory=_loop_factory()) as loop:
         try:
@@ -185,7 +218,8 @@ def _cancel_on_sigterm() -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-def _warn(options: Run, settings: Settings) -> None:
+def warn(options: Run, settings: Settings) -> None:
+    """Log warnings about valid but risky settings."""
     source = settings_source(options.settings_file)
     for warning in settings_warnings(settings, options.platform.services):
         is_checked = options.embedded or settings.kafka.retention_check != "off"

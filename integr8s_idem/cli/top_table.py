@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from integr8s_idem._util.escaping import printable
-from integr8s_idem.operations.fleet import ERRORS, Figures, FleetSnapshot, ServiceRow
+from integr8s_idem.operations.fleet import ERRORS, Figures, FleetSnapshot, ServiceRow, WorkerSnapshot
 from integr8s_idem.telemetry import Signal
 
 _STATES: Final = {"ready": "green", "running": "green", "not ready": "yellow"}
@@ -106,9 +106,10 @@ def _table(snapshot: FleetSnapshot, columns: Sequence[_Column], *, shows_worker:
         cells = [column.cell(figures) if figures is not None else _UNKNOWN for column in columns]
         table.add_row(*names, state, *cells, style=style)
 
+    shown = {worker.worker: _shown_worker(worker) for worker in snapshot.workers}
     for service, rows in _by_service(snapshot).items():
         for row in rows:
-            add(service, row.worker, Text(row.state, style=_STATES.get(row.state, _FAILING)), row.figures)
+            add(service, shown[row.worker], Text(row.state, style=_STATES.get(row.state, _FAILING)), row.figures)
         if service and len(rows) > 1:
             answering = sum(row.figures is not None for row in rows)
             add(service, f"{answering} of {len(rows)}", Text("total"), snapshot.total(service), "bold")
@@ -117,6 +118,11 @@ def _table(snapshot: FleetSnapshot, columns: Sequence[_Column], *, shows_worker:
         table.add_section()
         add("all", f"{snapshot.answering} of {len(snapshot.workers)}", Text("total"), snapshot.total(), "bold")
     return table
+
+
+def _shown_worker(worker: WorkerSnapshot) -> str:
+    """Return its address, with the number of processes if a supervisor answers for several."""
+    return f"{worker.worker} ({worker.processes} processes)" if worker.processes > 1 else worker.worker
 
 
 def _by_service(snapshot: FleetSnapshot) -> dict[str, list[ServiceRow]]:

@@ -97,6 +97,8 @@ class WorkerSnapshot:
     """Why the worker is down; empty if it answers."""
     restarts: int = 0
     """Number of restarts that were observed."""
+    processes: int = 1
+    """Number of running processes, of which a supervisor reports the sum."""
 
     @property
     def is_up(self) -> bool:
@@ -212,7 +214,7 @@ class _Worker:
         self._restarts += has_restarted
         names = sorted({*now.services, *now.readiness})
         rows = [self._row(name, now, before, has_restarted) for name in names]
-        return WorkerSnapshot(self._name, rows, restarts=self._restarts)
+        return WorkerSnapshot(self._name, rows, restarts=self._restarts, processes=now.processes)
 
     def failed(self, reason: str) -> WorkerSnapshot:
         """Return the snapshot of a worker that did not answer."""

@@ -19,15 +19,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from integr8s_idem._util.escaping import shown
 from integr8s_idem.operations.worker_addresses import Endpoint, host_and_port
 from integr8s_idem.telemetry import Gauge, Signal
+from integr8s_idem.telemetry.merged_metrics import WORKER_PROCESSES
 
 MAX_BYTES: Final = 64 * 1024 * 1024
 """Maximum size of a page: enough for some thousand event types with all their histograms."""
 _CHUNK: Final = 64 * 1024
 _HEADERS: Final = [("accept", "text/plain;version=0.0.4"), ("user-agent", "integr8s-idem"), ("connection", "close")]
 _START_TIME: Final = "process_start_time_seconds"
+_OF_PROCESS: Final = frozenset({_START_TIME, WORKER_PROCESSES})
+"""Metrics that belong to no service."""
 _COUNTERS: Final = {f"{signal.value}_total": signal for signal in Signal}
 _GAUGES: Final = {gauge.value: gauge for gauge in Gauge}
-_METRICS: Final = frozenset({*_COUNTERS, *_GAUGES, _START_TIME})
+_METRICS: Final = frozenset({*_COUNTERS, *_GAUGES, *_OF_PROCESS})
 _MAX_REASON: Final = 200
 
 
@@ -63,6 +66,8 @@ class Scrape:
     services: Mapping[str, ServiceMetrics]
     readiness: Mapping[str, Readiness]
     """Readiness by service; empty if it is not reported."""
+    processes: int = 1
+    """Number of running processes: more than one if a supervisor answers."""
 
 
 async def scrape(endpoint: Endpoint, *, timeout: float) -> Scrape:
@@ -78,25 +83,26 @@ async def scrape(endpoint: Endpoint, *, timeout: float) -> Scrape:
     except TimeoutError:
         raise ScrapeError(f"no answer within {timeout:g} s") from None
     # In a thread, since parsing a page with many event types would block the live table.
-    started_at, services = await asyncio.to_thread(parse_metrics, page.decode(errors="replace"))
+    of_process, services = await asyncio.to_thread(parse_metrics, page.decode(errors="replace"))
     if not services and not readiness:
         raise ScrapeError("the endpoint answers, but has no metrics of integr8s-idem")
-    return Scrape(at, started_at, services, readiness)
+    processes = int(of_process.get(WORKER_PROCESSES, 1))
+    return Scrape(at, of_process.get(_START_TIME), services, readiness, processes)
 
 
-def parse_metrics(page: str) -> tuple[float | None, dict[str, ServiceMetrics]]:
-    """Parse a page into the start time of the process and the metrics of its services.
+def parse_metrics(page: str) -> tuple[dict[str, float], dict[str, ServiceMetrics]]:
+    """Parse a page into the metrics of the process, by name, and those of its services.
 
     Raises:
         ScrapeError: The page is not in the Prometheus text format.
     """
-    started_at: float | None = None
+    of_process: dict[str, float] = {}
     services: dict[str, ServiceMetrics] = {}
     # Parse only the relevant lines: most of a page is histograms and comments.
     lines = [line for line in page.splitlines() if line.partition(" ")[0].partition("{")[0] in _METRICS]
     for name, labels, value in _samples(lines):
-        if name == _START_TIME:
-            started_at = value
+        if name in _OF_PROCESS:
+            of_process[name] = value
             continue
         metrics = services.setdefault(labels.get("service", ""), ServiceMetrics())
         if name in _COUNTERS:
@@ -105,7 +111,7 @@ def parse_metrics(page: str) -> tuple[float | None, dict[str, ServiceMetrics]]:
         else:
             gauge = _GAUGES[name]
             metrics.levels[gauge] = metrics.levels.get(gauge, 0) + value
-    return started_at, services
+    return of_process, services
 
 
 def _samples(lines: Iterable[str]) -> Iterable[tuple[str, Mapping[str, str], float]]:

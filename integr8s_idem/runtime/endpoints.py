@@ -6,17 +6,18 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import uvicorn
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.openmetrics import exposition as openmetrics
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -41,6 +42,12 @@ MOST_CONNECTIONS: Final = 100
 _BACKLOG: Final = 4_096
 """Maximum connections that wait to be accepted; the operating system may allow fewer."""
 
+Refresh: TypeAlias = Callable[[str], Awaitable[None]]
+
+
+async def _is_current(path: str) -> None:
+    """Do nothing: health and metrics of this process are always current."""
+
 
 class Endpoints:
     """Serves the endpoints within an `async with` block, in the running event loop.
@@ -49,18 +56,25 @@ class Endpoints:
         host: Address to listen on.
         port: Port to listen on; 0 selects a free one, which the property `port` returns.
         health: Called in the event loop for every probe; must not block.
-        registry: Registry of the metrics.
+        registry: Collector of the metrics.
+        refresh: Awaited before each answer, with its path, to update what `health` and `registry` return.
 
     Raises:
         SettingsError: At the start of the block: cannot listen on the address.
     """
 
     def __init__(
-        self, host: str, port: int, *, health: Callable[[], Health], registry: CollectorRegistry = REGISTRY
+        self,
+        host: str,
+        port: int,
+        *,
+        health: Callable[[], Health],
+        registry: CollectorRegistry = REGISTRY,
+        refresh: Refresh | None = None,
     ) -> None:
         self._host = host
         self._wanted_port = port
-        self._app = _application(health, registry)
+        self._app = _application(health, registry, refresh or _is_current)
 
     @property
     def port(self) -> int:
@@ -227,17 +241,20 @@ def _cannot_listen(host: str, port: int, error: OSError) -> SettingsError:
     return SettingsError("settings", [SettingsMistake("telemetry.metrics_port", what)])
 
 
-def _application(health: Callable[[], Health], registry: CollectorRegistry) -> Starlette:
-    def metrics(request: Request) -> Response:
-        # Starlette runs plain functions in a thread: thousands of series would block the event loop too long.
-        page, content_type = _page(registry, request.headers.get("accept", ""))
+def _application(health: Callable[[], Health], registry: CollectorRegistry, refresh: Refresh) -> Starlette:
+    async def metrics(request: Request) -> Response:
+        await refresh("/metrics")
+        # In a thread: thousands of series would block the event loop too long.
+        page, content_type = await run_in_threadpool(_page, registry, request.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
 
     async def healthz(request: Request) -> Response:
+        await refresh("/healthz")
         now = health()
         return _answer(now, good=now.live)
 
     async def readyz(request: Request) -> Response:
+        await refresh("/readyz")
         now = health()
         return _answer(now, good=now.ready)
 
@@ -259,9 +276,11 @@ def _page(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
 
 
 def _answer(health: Health, *, good: bool) -> Response:
-    body = {
+    body: dict[str, Any] = {
         "live": health.live,
         "ready": health.ready,
         "services": [asdict(service) for service in health.services],
     }
+    if health.processes:
+        body["worker_processes"] = [asdict(process) for process in health.processes]
     return JSONResponse(body, status_code=200 if good else 503, headers={"cache-control": "no-store"})

@@ -21,6 +21,7 @@ from integr8s_idem.runtime.background import run_background, run_worker, wait_fo
 from integr8s_idem.runtime.containers import get_dispatcher, get_publisher, make_container
 from integr8s_idem.runtime.endpoints import Endpoints
 from integr8s_idem.runtime.service import Service, check_groups
+from integr8s_idem.runtime.supervisor_link import SupervisorLink
 from integr8s_idem.telemetry import Gauge
 from integr8s_idem.telemetry.setup import configure_telemetry
 from integr8s_idem.worker.broker_facts import reach_brokers
@@ -198,6 +199,8 @@ class ServiceGroup:
         services: Sequence[Service],
         settings: Settings,
         on_metrics: Callable[[str, int], None] = lambda host, port: None,
+        *,
+        link: SupervisorLink | None = None,
     ) -> None:
         """Create a group of services without running it.
 
@@ -205,11 +208,13 @@ class ServiceGroup:
             services: The services to run.
             settings: Settings of the process.
             on_metrics: Called with the host and port of the metrics endpoint when it is available.
+            link: Connection to the supervisor of this process, which serves the metrics endpoint.
 
         Raises:
             ApplicationError: Two services share a consumer group.
         """
         self._on_metrics = on_metrics
+        self._link = link
         check_groups(services, settings)
         isolation = IsolationGate()
         self._running = [RunningService(service, settings, isolation) for service in services]
@@ -232,15 +237,27 @@ class ServiceGroup:
 
     def stop(self) -> None:
         """Drain at the first call; at the second, cancel running handlers, whose events are redelivered."""
-        self._stops += 1
-        if self._stops == 1:
-            logger.info("draining: waiting for running handlers; a second signal stops immediately")
-            for service in self._running:
-                service.stop()
+        if not self._stops:
+            self.drain()
         else:
-            logger.warning("stopping immediately")
-            for task in self._tasks:
-                task.cancel()
+            self.stop_now()
+
+    def drain(self) -> None:
+        """Drain; does nothing if the services already drain."""
+        if self._stops:
+            return
+        self._stops = 1
+        hint = "" if self._link else "; a second signal stops immediately"
+        logger.info("draining: waiting for running handlers%s", hint)
+        for service in self._running:
+            service.stop()
+
+    def stop_now(self) -> None:
+        """Cancel running handlers, whose events are redelivered."""
+        self._stops = 2
+        logger.warning("stopping immediately")
+        for task in self._tasks:
+            task.cancel()
 
     async def run(self) -> int:
         """Run until stopped, and return the exit status: 1 if a service failed or was stopped immediately, else 0."""
@@ -248,12 +265,12 @@ class ServiceGroup:
         names = ",".join(service.service.name for service in self._running)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(configure_telemetry(telemetry, service_name=names))
-            if telemetry.metrics_enabled:
+            if telemetry.metrics_enabled and self._link is None:
                 endpoints = Endpoints(telemetry.metrics_host, telemetry.metrics_port, health=self.health)
                 await stack.enter_async_context(endpoints)
                 self._on_metrics(telemetry.metrics_host, endpoints.port)
                 logger.info("metrics and health on http://%s:%d", telemetry.metrics_host, endpoints.port)
-            stack.enter_context(self._signals())
+            stack.enter_context(self._link.attached(self) if self._link else self._signals())
             self._tasks = [asyncio.get_running_loop().create_task(service.run()) for service in self._running]
             await asyncio.wait(self._tasks)
         return 1 if self._stops > 1 or self.stuck or any(service.error for service in self._running) else 0

@@ -26,6 +26,7 @@ error. All commands except `doctor` have the same exit statuses:
 | 1 | A service or a server failed, nothing matched the given names, or you answered no to the question. |
 | 2 | The arguments or the settings are invalid, or a confirmation is needed and there is no terminal. |
 | 130 | Interrupted by Ctrl-C. |
+| 128 + N | Of `run --processes`: signal N killed a worker process. |
 """
 _VALUES: Final = {"str": "TEXT", "int": "N", "int range": "N", "float": "N", "float range": "N", "path": "FILE"}
 _TYPE_OF_ARGUMENT: Final = re.compile(r"^([A-Z][A-Z:]*) (?:TEXT|N|FILE)$")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from integr8s_idem.telemetry import Gauge, Phase, Signal, prometheus
+from integr8s_idem.telemetry.merged_metrics import RESTARTS, SUPERVISOR_HELP
 from integr8s_idem.telemetry.metric_help import HELP
 from tests.packaging.markdown import MADE, cell, table
 
@@ -19,6 +20,12 @@ of the service; `event_type` is empty if there is none. In each service, the fir
 """
 
 
+_SUPERVISOR: Final = """\
+With `run --processes`, the supervisor serves the combined metrics of its workers:
+[metrics and health](../how-to/run-several-processes.md#metrics-and-health). It adds metrics of its own, without labels.
+"""
+
+
 def page() -> str:
     lines = ["# Metrics", "", MADE, "", _HEAD.format(labels=prometheus.MAX_LABELS, other=prometheus.OTHER)]
     lines += ["## Counters", "", "Counters start at 0 with the process.", ""]
@@ -27,6 +34,9 @@ def page() -> str:
     lines += [*table(("metric", "labels", "meaning"), [_gauge(gauge) for gauge in Gauge]), ""]
     lines += ["## Histograms", "", f"Histograms measure seconds. Buckets: {_buckets()}.", ""]
     lines += [*table(("metric", "labels", "meaning"), [*_histograms()]), ""]
+    lines += ["## Worker processes", "", _SUPERVISOR, ""]
+    of_supervisor = [(f"`{_exported(name)}`", cell(meaning)) for name, meaning in SUPERVISOR_HELP.items()]
+    lines += [*table(("metric", "meaning"), of_supervisor), ""]
     lines += ["## Label values", ""]
     values = {
         "phase": [phase.name.lower() for phase in Phase],
@@ -43,6 +53,10 @@ def page() -> str:
     rows = [(f"`{label}`", ", ".join(f"`{value}`" for value in known)) for label, known in values.items()]
     lines += table(("label", "values"), rows)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _exported(name: str) -> str:
+    return f"{name}_total" if name == RESTARTS else name
 
 
 def _counter(signal: Signal) -> tuple[str, str, str]:

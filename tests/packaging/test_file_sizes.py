@@ -15,7 +15,6 @@ LONGER: Final = {
     "engine/run.py": "the life of one run: its methods share one state, from the reservation to the outcome",
     "errors.py": "one class per error, in one tree, where its readers look it up",
     "handlers/handler.py": "handlers make executions, and executions know their handler",
-    "integrations/asgi.py": "one framework per module: a middleware is one class",
     "integrations/dishka.py": "one framework per module: its providers side by side",
     "integrations/faststream.py": "one framework per module: a middleware with the guard of its subscribers",
     "stores/dynamodb/repository.py": "the Protocol of a store, method by method",

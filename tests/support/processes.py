@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 
 class ServiceProcess:
@@ -40,7 +41,7 @@ class ServiceProcess:
             )
         atexit.register(self.kill)
 
-    def __enter__(self) -> ServiceProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -78,8 +79,15 @@ class ServiceProcess:
             time.sleep(0.02)
 
     def wait(self, timeout: float = 30) -> int:
-        """Wait for the end and return the exit status; the negative signal number after a signal."""
-        return self._process.wait(timeout)
+        """Wait for the end and return the exit status; the negative signal number after a signal.
+
+        Raises:
+            AssertionError: `timeout` seconds passed; the message has the output.
+        """
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still runs after {timeout:g} s:\n{self.output}") from None
 
     def kill(self) -> None:
         """Send SIGKILL to the process and its children, and wait for its end."""

@@ -134,9 +134,9 @@ def test_metrics_are_summed_over_their_labels() -> None:
     billing.measure(Gauge.CONSUMER_LAG, 6, "payments")
     audit.measure(Gauge.STORE_UP, 0)
 
-    started_at, services = parse_metrics(generate_latest(registry).decode())
+    of_process, services = parse_metrics(generate_latest(registry).decode())
 
-    assert started_at is None
+    assert of_process == {}
     assert sorted(services) == ["billing", 'odd "name"\n']
     assert services["billing"].counts[Signal.HANDLED] == 7
     assert services["billing"].counts[Signal.DEAD_LETTER] == 1
@@ -362,6 +362,17 @@ def test_control_characters_of_service_names_are_escaped() -> None:
     assert "bil\\x1b[2Jling\\n" in table
     assert "ready: why\\x07" in table
     assert not {"\x1b", "\x07"} & set(table)
+
+
+def test_the_processes_of_a_supervisor_are_one_worker_with_their_number() -> None:
+    of_process, _ = parse_metrics("idempotency_worker_processes 3.0\nprocess_start_time_seconds 7.0\n")
+    worker = _Worker("w:1").answered(replace(scrape(1.0), processes=int(of_process["idempotency_worker_processes"])))
+
+    snapshot = FleetSnapshot([worker, _Worker("w:2").answered(scrape(1.0))])
+
+    assert re.search(r"billing +w:1 \(3 processes\) +ready", drawn(snapshot, 200))
+    assert re.search(r"billing +w:2 +ready", drawn(snapshot, 200))
+    assert [each["processes"] for each in snapshot.as_json()["workers"]] == [3, 1]
 
 
 def test_problems_are_colored() -> None:
