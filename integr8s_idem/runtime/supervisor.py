@@ -229,7 +229,8 @@ class Supervisor:
         """Wait before the next start."""
         logger.error("worker process %d ended: %s; the next start is in %.1f s", slot.number, ending(returncode), pause)
         try:
-            await asyncio.wait_for(self._stopping.wait(), pause)
+            async with asyncio.timeout(pause):
+                await self._stopping.wait()
         except TimeoutError:
             self._restarted += 1
             slot.reason, slot.is_live = "starting", True

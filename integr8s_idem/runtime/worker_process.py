@@ -111,10 +111,11 @@ class WorkerProcess:
         if question not in self._asked:
             self._asked[question] = asyncio.get_running_loop().create_future()
             self.order(question)
-        try:
-            return await asyncio.wait_for(asyncio.shield(self._asked[question]), seconds)
-        except TimeoutError:
-            return None
+        # `wait_for` of Python 3.11 loses a cancellation that arrives together with the answer.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(self._asked[question])
+        return None
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Read answers until the process has ended."""

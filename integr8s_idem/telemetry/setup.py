@@ -64,7 +64,8 @@ class TelemetryHandle:
             target=_shut_down, args=(provider, asyncio.get_running_loop(), sent), name="spans-close", daemon=True
         ).start()
         try:
-            await asyncio.wait_for(sent.wait(), timeout.total_seconds())
+            async with asyncio.timeout(timeout.total_seconds()):
+                await sent.wait()
         except TimeoutError:
             _log.warning("the last spans were not exported within %g s and are lost", timeout.total_seconds())
             # Ends the retries and the thread, since a process may outlive its services.
