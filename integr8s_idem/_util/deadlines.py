@@ -60,7 +60,7 @@ class Deadline:
         """Limit `task` until `leave` is called."""
         self._task = task
         self._cancelling = task.cancelling()
-        self._clock = _clock_of(asyncio.get_running_loop())
+        self._clock = _clock_of(task.get_loop())  # cheaper than the lookup of the running loop
         self._clock.watch(self)
 
     def leave(self) -> bool:
@@ -75,10 +75,7 @@ class Deadline:
     def __enter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None, "a deadline needs a task"
-        self._task = task
-        self._cancelling = task.cancelling()
-        self._clock = _clock_of(asyncio.get_running_loop())
-        self._clock.watch(self)
+        self.enter(task)
         return self
 
     def __exit__(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
+from integr8s_idem._util.loop_fairness import Pace
 from integr8s_idem.engine.leases import HeldLease, LateStartError
 from integr8s_idem.engine.work import Attempt, Work
 from integr8s_idem.errors import ApplicationError
@@ -82,6 +83,9 @@ def check_start(run: ActiveRun | None) -> None:
 
 class ActiveRuns:
     """The runs in progress of one manager."""
+
+    pace: Pace
+    """That of the event loop in which they run.  Set by the executor."""
 
     def __init__(self) -> None:
         self._by_key: dict[str, ActiveRun] = {}

@@ -28,6 +28,9 @@ FEW: Final = 8
 class Coalescer(Generic[Request, Answer]):
     """Combines concurrent requests into calls of at most `max_batch` requests, one call at a time."""
 
+    _loop: asyncio.AbstractEventLoop
+    """The event loop of the sender.  Looked up once per call: before Python 3.12, that is a system call."""
+
     def __init__(
         self,
         call: Callable[[list[Request]], Awaitable[Sequence[Answer]]],
@@ -50,9 +53,12 @@ class Coalescer(Generic[Request, Answer]):
 
     def ask(self, request: Request) -> asyncio.Future[Answer]:
         """Queue a request and return a future of its answer.  Cancelling the future does not withdraw the request."""
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        is_sending = self._sender is not None and not self._sender.done()
+        if not is_sending:
+            self._loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Answer] = self._loop.create_future()
         self._waiting.append((request, answer))
-        if not self.busy:
+        if not is_sending and not self._alone:
             self._begin_sending()
         return answer
 
@@ -84,7 +90,7 @@ class Coalescer(Generic[Request, Answer]):
         return self._alone or (self._sender is not None and not self._sender.done())
 
     def _begin_sending(self) -> None:
-        self._sender = asyncio.get_running_loop().create_task(self._send_all())
+        self._sender = self._loop.create_task(self._send_all())
 
     async def _answer_alone(self, request: Request) -> Answer:
         self._alone = True

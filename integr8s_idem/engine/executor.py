@@ -9,6 +9,7 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
+from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.config import IdempotencyConfig, OnInProgress, OnKeyReused, OnStoreError
 from integr8s_idem.engine.active_runs import ActiveRun
 from integr8s_idem.engine.leases import HeldLease, LeaseKeeper
@@ -66,7 +67,7 @@ class Executor(RunServices):
     def __init__(self, config: IdempotencyConfig, client: StoreClient, leases: LeaseKeeper, observer: Observer) -> None:
         super().__init__(config, client, observer)
         self.loop: asyncio.AbstractEventLoop | None = None
-        """The event loop in which work was last awaited."""
+        """The event loop in which a lease was last requested."""
         self._leases = leases
 
     def known_here(
@@ -98,7 +99,7 @@ class Executor(RunServices):
         known = self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
         if known is not None:
             return known
-        asked_at, observer = self._leases.now(), self.observer
+        asked_at, observer = self.now(), self.observer
         try:
             with observer.phase(Phase.RESERVE, work.event_type) as span:
                 span.annotate("idempotency.key", work.key.label)
@@ -202,6 +203,7 @@ class Executor(RunServices):
         self, records: JoinedRepository, work: Work, function: Callable[[Attempt], Awaitable[T]]
     ) -> Outcome[T]:
         """Execute `work` in a transaction of the caller.  Errors of `function` are raised."""
+        self.now()
 
         async def tracked(attempt: Attempt) -> T:
             run = ActiveRun(self.runs, work, None, commits_itself=True)
@@ -245,8 +247,7 @@ class Executor(RunServices):
                 (`IdempotencyConflictError`).
             ApplicationError: The work was requested within its own run.
         """
-        loop = self.loop = asyncio.get_running_loop()
-        began_at, looks = loop.time(), 0
+        began_at, looks = self._leases.now(), 0
         while True:
             outcome: P | InProgress = await one_pass()
             if work.forgotten and isinstance(outcome, Completed):
@@ -260,7 +261,8 @@ class Executor(RunServices):
             label, attempt = work.key.label, outcome.attempt
             if on_in_progress is OnInProgress.RAISE:
                 raise InProgressError(label, attempt, outcome.retry_after, outcome.owner)
-            left = float("inf") if wait_timeout is None else began_at + wait_timeout.total_seconds() - loop.time()
+            waited = self._leases.now() - began_at
+            left = float("inf") if wait_timeout is None else wait_timeout.total_seconds() - waited
             if wait_timeout is not None and left <= 0:
                 raise IdempotencyConflictError(label, attempt, outcome.retry_after, outcome.owner, wait_timeout)
             await self.wait_for_change(outcome, at_most=left, looks=looks)
@@ -292,7 +294,12 @@ class Executor(RunServices):
     # Batches.
 
     def now(self) -> float:
-        """Return the time by the lease clock, in seconds.  Read it before requesting a lease."""
+        """Return the time by the lease clock, in seconds.  Read it before requesting a lease in this event loop."""
+        # The only place where the loop is looked up: before Python 3.12, that is a system call.
+        loop = asyncio.get_running_loop()
+        if loop is not self.loop:
+            self.loop, self.runs.pace = loop, pace_of(loop)
+            self._leases.enter(loop)
         return self._leases.now()
 
     async def reserve_together(self, works: Sequence[Work]) -> list[Verdict]:
@@ -307,8 +314,10 @@ class Executor(RunServices):
             self._count_verdict(work, verdict)
         return verdicts
 
-    async def complete_together(self, returned: Sequence[Returned[Any]]) -> list[bool]:
+    async def complete_together(self, returned: Sequence[Returned[Any]], *, shielded: bool = True) -> list[bool]:
         """Record outcomes in one round trip.  `False`: not recorded; call `Run.complete` to handle the cause.
+
+        `shielded`: see `StoreClient.complete_together`.
 
         Raises:
             StoreError: The store did not answer; the outcomes may have been recorded.
@@ -317,7 +326,7 @@ class Executor(RunServices):
         try:
             with self.observer.together(Phase.COMPLETE, [each.run.work.event_type for each in returned]):
                 completions = [each.completion for each in returned if each.completion is not None]
-                written = await self.client.complete_together(completions)
+                written = await self.client.complete_together(completions, shielded=shielded)
         except StoreError:
             raise  # the caller completes them individually
         except BaseException:

@@ -164,9 +164,13 @@ class LeaseKeeper:
         self._renewal: asyncio.Task[None] | None = None
 
     def _read_first(self) -> float:
-        # The clock depends on the event loop in which the leases are held.
-        self.now = clock_of(asyncio.get_running_loop())
+        self.enter(asyncio.get_running_loop())
         return self.now()
+
+    def enter(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hold leases in `loop` from now on, by its clock; timers of an earlier loop never fire."""
+        self._loop, self._timer, self._last_times = loop, None, None
+        self.now = self._given_clock or clock_of(loop)
 
     def times_of(self, lease: timedelta, asked_at: float) -> LeaseTimes:
         """Return the times of a lease that was requested at `asked_at`, by the lease clock; kept for its batch."""
@@ -176,7 +180,11 @@ class LeaseKeeper:
         seconds = lease.total_seconds()
         until_margin = seconds - fence_margin(seconds)
         # Count from the request and not from the answer: the store's lease began between the two.
-        began = asyncio.get_running_loop().time() - (self.now() - asked_at)
+        now = self.now()
+        if self._loop is None:  # the clock was given
+            self.enter(asyncio.get_running_loop())
+        assert self._loop is not None
+        began = self._loop.time() - (now - asked_at)
         times = LeaseTimes(
             asked_at + until_margin, began + until_margin, began + seconds * RENEW_AFTER, began + seconds
         )
@@ -203,7 +211,7 @@ class LeaseKeeper:
     def take(self, lease: HeldLease) -> None:
         """Start renewing `lease`."""
         self._held[lease] = None
-        if self._timer is None or lease.renew_at < self._wakes_at or self._loop is not asyncio.get_running_loop():
+        if self._timer is None or lease.renew_at < self._wakes_at:
             self._wake_at(lease.renew_at)
 
     def drop(self, lease: HeldLease) -> None:
@@ -227,15 +235,13 @@ class LeaseKeeper:
             self._renewal.cancel()
 
     def _wake_at(self, when: float) -> None:
-        loop = asyncio.get_running_loop()
-        if self._timer is not None and self._loop is loop:  # a timer of an earlier loop never fires
+        if self._timer is not None:
             if self._wakes_at <= when:
                 return
             self._timer.cancel()
-        if self._loop is not loop:
-            self.now = self._given_clock or clock_of(loop)
-        self._loop, self._wakes_at = loop, when
-        self._timer = loop.call_at(when, self._wake)
+        assert self._loop is not None, "a lease is held"
+        self._wakes_at = when
+        self._timer = self._loop.call_at(when, self._wake)
 
     def _wake(self) -> None:
         self._timer = None

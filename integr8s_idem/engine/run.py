@@ -22,7 +22,6 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from integr8s_idem._util.deadlines import as_coroutine, limited
-from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.config import IdempotencyConfig, OnFailure
 from integr8s_idem.engine.active_runs import ActiveRun, ActiveRuns
 from integr8s_idem.engine.leases import HeldLease, LateStartError
@@ -150,11 +149,12 @@ class Run(ActiveRun):
             StoreError: The function could not record its outcome.
             CancelledError: The caller was cancelled; the key has been released.
         """
-        try:
-            await turn_of_the_loop()
-        except asyncio.CancelledError:
-            self.release()
-            raise
+        if self.among.pace.is_turn_over():
+            try:
+                await self.among.pace.wait()
+            except asyncio.CancelledError:
+                self.release()
+                raise
         returned = await self.call(function)
         if not isinstance(returned, Returned):
             return returned
@@ -208,8 +208,7 @@ class Run(ActiveRun):
         lease, completion = self.lease, returned.completion
         try:
             if lease is not None and completion is not None:
-                began_at = monotonic()
-                services, wait = self._services, self.options.wait_for_store
+                began_at, services, wait = monotonic(), self._services, self.options.wait_for_store
                 with services.observer.phase(Phase.COMPLETE, self.work.event_type):
                     await services.client.write_outcome(self.work, completion, lease.deadline, wait)
                 if services.cache is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine, Sequence
+from contextvars import Context
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -109,7 +110,7 @@ class StoreClient:
     def unmark_later(self, work: Work, reserved: Reserved) -> None:
         """Clear the mark of an isolated attempt in the record, in the background."""
         request = replace(self.request(replace(work)), token=reserved.token, alone=False)
-        self._in_background(self._unmark(work, request, reserved.fence))
+        self.in_background(self._unmark(work, request, reserved.fence))
 
     async def _unmark(self, work: Work, request: ReserveRequest, fence: int) -> None:
         try:
@@ -129,18 +130,22 @@ class StoreClient:
         """Reserve keys in one call.  If the caller is cancelled, the reservations are released."""
         if not requests:
             return []
-        call = self._in_background(self._repository.reserve(requests))
+        call = self.in_background(self._repository.reserve(requests))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
             call.add_done_callback(partial(self._release_all_abandoned, requests))
             raise
 
-    async def complete_together(self, completions: Sequence[Completion]) -> list[bool]:
-        """Record completions in one call, which continues if the caller is cancelled."""
+    async def complete_together(self, completions: Sequence[Completion], *, shielded: bool = True) -> list[bool]:
+        """Record completions in one call, which continues if the caller is cancelled.
+
+        Without `shielded`, it does not: for callers that run `in_background`.
+        """
         if not completions:
             return []
-        return await self._shielded(self._repository.complete(completions))
+        call = self._repository.complete(completions)
+        return await (self._shielded(call) if shielded else call)
 
     def complete_later(self, completion: Completion) -> None:
         """Record a completion in the background, coalesced with others."""
@@ -154,7 +159,7 @@ class StoreClient:
         return await self._shielded(self._repository.release(reservations))
 
     async def _shielded(self, call: Coroutine[Any, Any, T]) -> T:
-        task = self._in_background(call)
+        task = self.in_background(call)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -295,15 +300,16 @@ class StoreClient:
 
     def release_later(self, work: Work, reserved: Reserved) -> None:
         """Release the key in the background, because the caller is being cancelled."""
-        self._in_background(self.try_to_release(work, reserved))
+        self.in_background(self.try_to_release(work, reserved))
 
     def _release_abandoned(self, request: ReserveRequest, verdict: Verdict) -> None:
         """Release a reservation whose caller was cancelled before the answer arrived."""
         if isinstance(verdict, Reserved):
             self.release_later(Work(Key(request.key, request.key)), verdict)
 
-    def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
+    def in_background(self, work: Coroutine[Any, Any, T], context: Context | None = None) -> asyncio.Task[T]:
+        """Start a task that nobody cancels, and for which `close` waits."""
+        task = asyncio.get_running_loop().create_task(work, context=context)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task

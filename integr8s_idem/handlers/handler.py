@@ -14,6 +14,8 @@ from collections.abc import Coroutine, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
+from integr8s_idem._util.deadlines import as_coroutine
+from integr8s_idem._util.first_step import rest
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.active_runs import run_of
@@ -304,12 +306,21 @@ class EventHandler:
             raise
 
     async def _invoke(self, call: HandlerCall | BatchCall) -> Any:
-        task = asyncio.current_task()
-        before = task.cancelling() if task is not None else 0
+        running = as_coroutine(self.invoke(self._registered, call))
+        task, before = None, 0
         try:
-            return returned_by(self._registered, await self.invoke(self._registered, call))
+            try:
+                waiting_for = running.send(None)
+            except StopIteration as end:
+                result = end.value
+            else:
+                # Nobody can cancel the handler before it waits, and the lookup takes as long as ten function calls.
+                task = asyncio.current_task()
+                before = task.cancelling() if task is not None else 0
+                result = await rest(running, waiting_for)
+            return returned_by(self._registered, result)
         except asyncio.CancelledError as error:
-            if task is None or task.cancelling() > before:
+            if task is not None and task.cancelling() > before:
                 raise
             # The handler raised it, nobody cancelled this task: it must not end the caller.
             raise HandlerCancelledError(self.name) from error

@@ -90,10 +90,11 @@ class HandlerCall:
         Raises:
             LateStartError: Too little of the lease is left.
         """
-        pace = pace_of(asyncio.get_running_loop())
+        run = run_of(self.attempt)
+        pace = pace_of(asyncio.get_running_loop()) if run is None else run.among.pace
         if pace.is_turn_over():
             await pace.wait()
-        check_start(run_of(self.attempt))
+        check_start(run)
 
 
 @dataclass(frozen=True, slots=True)

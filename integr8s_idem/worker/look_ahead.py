@@ -12,7 +12,7 @@ reserved for the other, would wait forever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -93,16 +93,19 @@ class LookAhead:
         elif isinstance(verdict, Completed):
             item.answer = verdict
 
-    def note_answer(self, delivery: Delivery) -> bool:
-        """Note that the store has answered, or will not; return whether the turn of `delivery` has come."""
-        prepared = self._prepared.get(delivery)
-        if prepared is None:
-            return False
+    def note_answers(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Note that the store has answered, or will not; return those deliveries whose turn has come."""
         loop = asyncio.get_running_loop()
-        prepared.answered_at = loop.time()
-        if self._timer is None:
+        now, due = loop.time(), []
+        for delivery in deliveries:
+            prepared = self._prepared.get(delivery)
+            if prepared is not None:
+                prepared.answered_at = now
+                if prepared.has_turn:
+                    due.append(delivery)
+        if self._prepared and self._timer is None:
             self._timer = loop.call_later(LONGEST_HOLD, self._release_old)
-        return prepared.has_turn
+        return due
 
     def is_answered_at_turn(self, delivery: Delivery) -> bool:
         """Note that the turn of `delivery` has come, and return whether the store has answered."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from integr8s_idem.engine.run import Returned
 from integr8s_idem.engine.work import Executed
@@ -18,10 +18,22 @@ from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 
 
+MOST_TURNS: Final = 5
+"""Iterations of the event loop for which outcomes wait for others, while more handlers are about to run."""
+
+
 class OutcomeRecorder:
     """Records outcomes in batches: those that arrive during one request are sent with the next."""
 
-    def __init__(self, processor: DeliveryProcessor, tasks: PipelineTasks, conclusions: Conclusions) -> None:
+    def __init__(
+        self,
+        processor: DeliveryProcessor,
+        tasks: PipelineTasks,
+        conclusions: Conclusions,
+        more_to_come: Callable[[], bool],
+    ) -> None:
+        """`more_to_come`: whether handlers are about to run that may return at once."""
+        self._more_to_come = more_to_come
         self._processor = processor
         self._tasks = tasks
         self._conclusions = conclusions
@@ -37,16 +49,25 @@ class OutcomeRecorder:
         self._returned.append((item, returned))
         if not self._is_recording:
             self._is_recording = True
-            self._tasks.begin(self._record_all(), self._context, self._ended)
+            # Not one of the tasks that are cancelled with the service: the handlers have succeeded.
+            client = self._processor.executor.client
+            client.in_background(self._record_all(), self._context.copy()).add_done_callback(self._ended)
 
     async def _record_all(self) -> None:
-        while self._returned:
+        while await self._gather():
             returned, self._returned = self._returned[:MOST_TOGETHER], self._returned[MOST_TOGETHER:]
             await self._record_together(returned)
-            # Let the next handlers of these lanes run, so that their outcomes are part of the next request.
-            await asyncio.sleep(0)
         # No await since the list was found empty: a later outcome starts another task.
         self._is_recording = False
+
+    async def _gather(self) -> bool:
+        """Let handlers run whose outcomes can be part of the next request; return whether there is an outcome."""
+        for _ in range(MOST_TURNS):
+            # In the first turn, the lanes continue whose outcomes were part of the last request.
+            await asyncio.sleep(0)
+            if len(self._returned) >= MOST_TOGETHER or not self._more_to_come():
+                break
+        return bool(self._returned)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if self._tasks.has_succeeded(task):
@@ -60,7 +81,8 @@ class OutcomeRecorder:
 
     async def _record_together(self, returned: Sequence[tuple[WorkItem, Returned[Any]]]) -> None:
         try:
-            written = await self._processor.executor.complete_together([each for _, each in returned])
+            outcomes = [each for _, each in returned]
+            written = await self._processor.executor.complete_together(outcomes, shielded=False)
         except StoreError:
             written = [False] * len(returned)
         except Exception as error:  # noqa: BLE001  # the service is stopped with it
@@ -79,6 +101,10 @@ class OutcomeRecorder:
 
     def _record_alone(self, item: WorkItem, returned: Returned[Any]) -> None:
         """Record one outcome that was not recorded with its batch, and retry until the store responds."""
+        if item.delivery.assignment.ended:  # so nobody waits for the delivery any more
+            returned.run.complete_later(returned)
+            self._conclusions.abandon(item)
+            return
 
         def ended(_: asyncio.Task[None]) -> None:
             if not returned.run.is_over:  # the task was cancelled before it started

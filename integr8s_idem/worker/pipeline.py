@@ -166,8 +166,8 @@ class Pipeline:
             else:
                 self._ahead.drop(each)
                 self._ended(each, may_commit=False)
-        for delivery in ahead:
-            if self._ahead.note_answer(delivery):
+        if ahead:
+            for delivery in self._ahead.note_answers(ahead):
                 self._take_turn(delivery)
         self._schedule()
 

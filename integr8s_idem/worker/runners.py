@@ -38,8 +38,8 @@ class Runners:
         self._circuit = processor.circuit
         self._tasks = tasks
         self._conclusions = conclusions
-        self._recorder = OutcomeRecorder(processor, tasks, conclusions)
         self._runnable: deque[WorkItem] = deque()
+        self._recorder = OutcomeRecorder(processor, tasks, conclusions, lambda: bool(self._runnable))
         self._last = 0
         """Number of the last runner."""
         self._current: int | None = None

@@ -150,24 +150,24 @@ async def test_connections_that_are_not_as_expected_are_left_to_the_driver(clien
     await client.ping()
     pool: Any = client.connection_pool
     connection = await pool.get_connection()
-    assert direct_exchange(connection) is not None
+    assert direct_exchange(connection, asyncio.get_running_loop()) is not None
 
     for name in ("_parser", "_reader", "_writer"):
         kept = getattr(connection, name)
         setattr(connection, name, None)
-        assert direct_exchange(connection) is None
+        assert direct_exchange(connection, asyncio.get_running_loop()) is None
         setattr(connection, name, kept)
     connection._reader.feed_data(b"+unexpected\r\n")
-    assert direct_exchange(connection) is None
+    assert direct_exchange(connection, asyncio.get_running_loop()) is None
     await connection.disconnect()
-    assert direct_exchange(connection) is None
+    assert direct_exchange(connection, asyncio.get_running_loop()) is None
     await pool.release(connection)
 
 
 async def test_the_driver_gets_the_same_answers(
     client: Redis, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(round_trips, "direct_exchange", lambda _: None)
+    monkeypatch.setattr(round_trips, "direct_exchange", lambda *_: None)
 
     assert await send(client, [("SET", "k", "one"), ("GET", "k")]) == [b"OK", b"one"]
     assert (counted.direct, counted.by_driver) == (0, 1)

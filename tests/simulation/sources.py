@@ -51,6 +51,7 @@ def driven_by(random: Random) -> Iterator[None]:
             (deadlines, "_clock_of", lambda _: clocks[PROCESS.get()]),
             (loop_fairness, "pace_of", pace_of),
             (runners, "pace_of", pace_of),
+            (executor, "pace_of", pace_of),
             (backoff, "random", chance),
             (isolation_gate, "random", SimpleNamespace(randrange=random.randrange)),
             (consumer, "time", time),

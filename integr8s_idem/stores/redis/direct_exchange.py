@@ -27,7 +27,9 @@ _PUSH: Final[type[Any] | None] = getattr(hiredis, "PushNotification", None)
 class DirectExchange(asyncio.Protocol):
     """One request and its responses."""
 
-    def __init__(self, transport: asyncio.Transport, reader: Any, pending: object) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, reader: Any, pending: object, loop: asyncio.AbstractEventLoop
+    ) -> None:
         """
         Args:
             reader: Parses the responses.
@@ -39,7 +41,7 @@ class DirectExchange(asyncio.Protocol):
         self._pending = pending
         self._number = 0
         self._answers: list[Any] = []
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._done: asyncio.Future[None] = loop.create_future()
 
     async def request(self, packed: bytes, number: int) -> list[Any]:
         """Send commands, and return their `number` responses; a refusal of the server is an error among them.
@@ -104,8 +106,11 @@ class DirectExchange(asyncio.Protocol):
             self._done.set_exception(error)
 
 
-def direct_exchange(connection: Any) -> DirectExchange | None:
-    """Return an exchange over `connection`; `None` if the driver's own methods are to be used."""
+def direct_exchange(connection: Any, loop: asyncio.AbstractEventLoop) -> DirectExchange | None:
+    """Return an exchange over `connection`; `None` if the driver's own methods are to be used.
+
+    `loop`: the running event loop.
+    """
     try:
         stream, transport, parser = connection._reader, connection._writer.transport, connection._parser
         reader = parser._reader
@@ -120,4 +125,4 @@ def direct_exchange(connection: Any) -> DirectExchange | None:
     kind = type(parser)
     if kind not in _PENDING:
         _PENDING[kind] = reader.gets()  # the reader is empty
-    return DirectExchange(transport, reader, _PENDING[kind])
+    return DirectExchange(transport, reader, _PENDING[kind], loop)

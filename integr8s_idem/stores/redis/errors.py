@@ -90,8 +90,8 @@ class guarded:  # noqa: N801  # used as `with guarded(…)`
         assert task is not None, "the store needs an asyncio task"
         self._task = task
         self._cancellations = task.cancelling()
-        self._limit = Deadline(asyncio.get_running_loop().time() + self._seconds)
-        self._limit.__enter__()
+        self._limit = Deadline(task.get_loop().time() + self._seconds)
+        self._limit.enter(task)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

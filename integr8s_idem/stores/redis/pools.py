@@ -26,27 +26,25 @@ class QuickPool(BlockingConnectionPool):
         self._ready: list[tuple[Any, asyncio.AbstractEventLoop, float]] = []
         self._waiting = 0
 
-    def take_ready(self) -> Any | None:
-        """Return a connection that was used a moment ago, without waiting; `None` if there is none."""
+    def take_ready(self, loop: asyncio.AbstractEventLoop) -> Any | None:
+        """Return a connection that was used in `loop` a moment ago, without waiting; `None` if there is none."""
         if not self._ready:
             return None
         connection, owner_loop, since = self._ready[-1]
-        loop = asyncio.get_running_loop()
         if owner_loop is not loop or loop.time() - since >= FRESH_SECONDS:
             return None
         self._ready.pop()
         return connection
 
-    def keep_ready(self, connection: Any) -> bool:
-        """Keep a connection for the next `take_ready`; `False` if it must be released."""
+    def keep_ready(self, connection: Any, loop: asyncio.AbstractEventLoop) -> bool:
+        """Keep a connection for the next `take_ready` in `loop`; `False` if it must be released."""
         if self._waiting or len(self._ready) >= KEPT or not connection.is_connected or _should_reconnect(connection):
             return False
-        loop = asyncio.get_running_loop()
         self._ready.append((connection, loop, loop.time()))
         return True
 
     async def get_connection(self, *names: Any, **options: Any) -> Any:
-        if (ready := self.take_ready()) is not None:
+        if (ready := self.take_ready(asyncio.get_running_loop())) is not None:
             return ready
         while self._ready:  # the most recent one is too old already
             await super().release(self._ready.pop()[0])
@@ -57,7 +55,7 @@ class QuickPool(BlockingConnectionPool):
             self._waiting -= 1
 
     async def release(self, connection: Any) -> None:
-        if not self.keep_ready(connection):
+        if not self.keep_ready(connection, asyncio.get_running_loop()):
             await super().release(connection)
 
     async def disconnect(self, inuse_connections: bool = True) -> None:

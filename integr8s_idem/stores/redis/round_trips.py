@@ -69,10 +69,11 @@ async def send(client: Redis, commands: Sequence[CommandSource], wait: ReplicaWa
 async def _exchange(pool: Any, commands: Sequence[CommandSource]) -> list[Any]:
     """Send commands over a connection of the pool; `execute_command` and pipelines of the driver take twice as long."""
     quick = pool if isinstance(pool, QuickPool) else None
-    connection = (quick and quick.take_ready()) or await pool.get_connection()
+    loop = asyncio.get_running_loop()
+    connection = (quick and quick.take_ready(loop)) or await pool.get_connection()
     try:
         answers: list[Any] = await connection.retry.call_with_retry(
-            lambda: _send_all(connection, commands), lambda _: connection.disconnect()
+            lambda: _send_all(connection, commands, loop), lambda _: connection.disconnect()
         )
         return answers
     except BaseException:
@@ -80,7 +81,7 @@ async def _exchange(pool: Any, commands: Sequence[CommandSource]) -> list[Any]:
         await connection.disconnect(nowait=True)
         raise
     finally:
-        if quick is None or not quick.keep_ready(connection):
+        if quick is None or not quick.keep_ready(connection, loop):
             await pool.release(connection)
 
 
@@ -93,8 +94,8 @@ def _packed(commands: Sequence[CommandSource]) -> bytes | None:
     return b"".join(map(pack_command, commands))  # type: ignore[arg-type]  # of any length
 
 
-async def _send_all(connection: Any, commands: Sequence[CommandSource]) -> list[Any]:
-    exchange = direct_exchange(connection)
+async def _send_all(connection: Any, commands: Sequence[CommandSource], loop: asyncio.AbstractEventLoop) -> list[Any]:
+    exchange = direct_exchange(connection, loop)
     if exchange is not None and (packed := _packed(commands)) is not None:
         return await exchange.request(packed, len(commands))
     return await _send_by_driver(connection, commands)

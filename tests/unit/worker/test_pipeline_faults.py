@@ -236,14 +236,30 @@ async def test_context_variables_set_by_a_handler_are_not_visible_to_others(orde
 
 
 @virtual_time
-async def test_a_cancelled_recording_leaves_no_active_run() -> None:
+async def test_a_recording_continues_after_its_service_was_cancelled_and_ends_the_run() -> None:
     here, depot, broker = guarded(), Depot(), sent(1)
     here.store.held["complete"] = asyncio.Event()
     async with running(dispatcher_of(depot.handle, here), broker) as worker:
         await worker.until(lambda: here.store.calls["complete"] == 1)
         await cancel(worker)
+        here.store.held["complete"].set()
+        await here.manager.close()
 
         assert here.manager.executor.runs.keys() == []
-        here.store.held["complete"].set()
+    assert await completed_parcels(here) == {0}
 
+
+@virtual_time
+async def test_an_outcome_that_is_not_recorded_after_its_service_was_cancelled_is_left_to_the_manager() -> None:
+    here, depot, broker = guarded(), Depot(), sent(1)
+    here.store.held["complete"] = asyncio.Event()
+    async with running(dispatcher_of(depot.handle, here), broker) as worker:
+        await worker.until(lambda: here.store.calls["complete"] == 1)
+        here.store.lose_answers["complete"] = 1
+        await cancel(worker)
+        here.store.held["complete"].set()
+        await here.manager.close()
+
+        assert here.store.calls["complete"] == 2
+        assert worker.worker._pipeline.tasks == set()
     assert await completed_parcels(here) == {0}
