@@ -35,8 +35,8 @@ from integr8s_idem.worker import ServiceWorker
 
 FEW: Final = 2_000
 MANY: Final = 10_000
-WAITING: Final = 2_000
-"""Events in flight at the same time."""
+WAITING: Final = ServiceSettings(ordering="none", concurrency=2_000, max_in_flight=4_000)
+"""For handlers that all wait at the same time."""
 MOST_SHOWN: Final = 200
 
 Records: TypeAlias = Mapping[TopicPartition, list[Record]]
@@ -80,7 +80,7 @@ class Services:
         gc.collect()
         tracemalloc.start()
         try:
-            async with self._worker(waiting, records, NOOP, guarded=guarded):
+            async with self._worker(waiting, records, WAITING, guarded=guarded):
                 before, _ = tracemalloc.get_traced_memory()
                 await waiting.wait()
                 gc.collect()
@@ -173,10 +173,9 @@ async def measure(_: Options, progress: Progress) -> Flat:
             found = await calls_per_event(services, service, guarded=guarded)
             results[f"frames.{name}calls"] = round(found.total() / 1_000, 1)
         results["frames.allocations"] = round(await _allocations(services, NOOP), 1)
-        results["frames.bytes_in_flight"] = round(await services.bytes_in_flight(records_of(WAITING)))
-        results["frames.plain.bytes_in_flight"] = round(
-            await services.bytes_in_flight(records_of(WAITING), guarded=False)
-        )
+        for name, guarded in (("", True), ("plain.", False)):
+            in_flight = await services.bytes_in_flight(records_of(WAITING.concurrency), guarded=guarded)
+            results[f"frames.{name}bytes_in_flight"] = round(in_flight)
     progress(", ".join(f"{name} {value}" for name, value in results.items()))
     return results
 

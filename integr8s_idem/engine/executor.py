@@ -126,12 +126,7 @@ class Executor(RunServices):
 
     def reserved(self, work: Work, verdict: Reserved, asked_at: float, options: RunOptions = ONCE) -> Run:
         """Return the run of a reservation requested at `asked_at`, by the lease clock.  It holds the lease."""
-        lease = self._leases.hold(
-            verdict,
-            asked_at,
-            reserve_anew=lambda: self.client.reserved_anew(work),
-            renewed=not options.writes_outcome,
-        )
+        lease = self._leases.hold(verdict, asked_at, work, renewed=not options.writes_outcome)
         return Run(self, work, lease, options)
 
     def unreserved(self, work: Work, options: RunOptions) -> Run | None:

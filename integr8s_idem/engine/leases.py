@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from integr8s_idem._util.deadlines import Deadline
 from integr8s_idem._util.lease_clock import Clock, clock_of
+from integr8s_idem.engine.work import Work
 from integr8s_idem.errors import LeaseLostError, StoreError
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores import IdempotencyRepository
@@ -38,7 +39,7 @@ class LateStartError(Exception):
         """The late lease."""
 
 
-ReserveAnew: TypeAlias = Callable[[], Awaitable[Reserved | None]]
+ReserveAnew: TypeAlias = Callable[[Work], Awaitable[Reserved | None]]
 
 
 def fence_margin(lease: float) -> float:
@@ -66,18 +67,16 @@ class HeldLease(Deadline):
     lease and moves with every renewal.  Exiting the block raises `LeaseLostError` if the handler was cancelled.
     """
 
-    __slots__ = ("_keeper", "_now", "deadline", "renew_at", "reservation", "reserve_anew", "start_before", "withdrawn")
+    __slots__ = ("_keeper", "_now", "deadline", "renew_at", "reservation", "start_before", "withdrawn", "work")
 
-    def __init__(
-        self, keeper: LeaseKeeper, reservation: Reserved, times: LeaseTimes, reserve_anew: ReserveAnew
-    ) -> None:
+    def __init__(self, keeper: LeaseKeeper, reservation: Reserved, times: LeaseTimes, work: Work) -> None:
         # As `Deadline.__init__`; a call would cost as much as the assignments.
         self.when = times.cancel_at
         self.expired = False
         self._clock = None
         self._keeper = keeper
         self._now = keeper.now
-        self.reserve_anew = reserve_anew
+        self.work = work
         self.reservation = reservation
         self.withdrawn = False
         """Whether the store has rejected a renewal because this process no longer holds the key."""
@@ -145,10 +144,21 @@ class LeaseKeeper:
     """Renews the leases of one manager with as few calls as possible, using a single timer."""
 
     def __init__(
-        self, repository: IdempotencyRepository, scope: str, observer: Observer = SILENT, clock: Clock | None = None
+        self,
+        repository: IdempotencyRepository,
+        scope: str,
+        reserve_anew: ReserveAnew,
+        observer: Observer = SILENT,
+        clock: Clock | None = None,
     ) -> None:
-        """`clock`: the lease clock; that of the event loop if not given."""
+        """
+        Args:
+            reserve_anew: Called if the store no longer knows the reservation of some work: returns a new one if the
+                record was lost, `None` if another worker has had the key.
+            clock: The lease clock; that of the event loop if not given.
+        """
         self.scope = scope
+        self._reserve_anew = reserve_anew
         self._given_clock = clock
         self.now: Clock = clock or self._read_first
         """Returns the time by the lease clock, in seconds.  The first call must be made in the event loop's thread."""
@@ -191,19 +201,15 @@ class LeaseKeeper:
         self._last_times = lease, asked_at, times
         return times
 
-    def hold(
-        self, reservation: Reserved, asked_at: float, reserve_anew: ReserveAnew, *, renewed: bool = True
-    ) -> HeldLease:
+    def hold(self, reservation: Reserved, asked_at: float, work: Work, *, renewed: bool = True) -> HeldLease:
         """Start to renew a lease.  Use it as a context manager around the work, or `drop` it.
 
         Args:
             asked_at: The time by the lease clock before `reserve` was sent.
-            reserve_anew: Called if the store no longer knows the reservation: returns a new one if the record was
-                lost, `None` if another worker has had the key.
             renewed: Whether to renew the lease while the work runs; otherwise the work must finish within one lease.
         """
         times = self.times_of(reservation.lease, asked_at)
-        lease = HeldLease(self, reservation, times, reserve_anew)
+        lease = HeldLease(self, reservation, times, work)
         if renewed:
             self.take(lease)
         return lease
@@ -300,7 +306,7 @@ class LeaseKeeper:
         """Handle a rejected renewal: continue if the record was merely lost, stop if the key has another owner."""
         asked_at = self.now()
         try:
-            again = await lease.reserve_anew()
+            again = await self._reserve_anew(lease.work)
         except StoreError:
             self._observer.count(Signal.STORE_ERROR)
             return

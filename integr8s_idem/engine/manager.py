@@ -105,9 +105,9 @@ class IdempotencyManager:
         self.owner = (owner or f"{scope}@{socket.gethostname()}:{os.getpid()}")[:128]
         self._clock = clock
         self._in_scopes: dict[str, IdempotencyManager] = {}
-        self._leases = LeaseKeeper(repository, scope, observer, clock)
-        self._batch_leases = BatchLeases()
         self._store_client = StoreClient(self.config, repository, observer, scope, self.owner)
+        self._leases = LeaseKeeper(repository, scope, self._store_client.reserved_anew, observer, clock)
+        self._batch_leases = BatchLeases()
         self.executor = Executor(self.config, self._store_client, self._leases, observer)
         """Executes single attempts, for code that settles deliveries."""
 

@@ -98,8 +98,8 @@ class Delivery:
     def __init__(self, record: Record, assignment: Assignment) -> None:
         self.record = record
         self.assignment = assignment
-        self.tasks: set[asyncio.Task[Any]] = set()
-        """Tasks that are handling it."""
+        self.tasks: tuple[asyncio.Task[Any], ...] = ()
+        """Tasks that are handling it, without those that have not waited for anything."""
         self.size = len(record.value or b"") + len(record.key or b"")
         """Approximate size in memory, in bytes."""
         self.is_abandoned = False
@@ -117,6 +117,14 @@ class Delivery:
         if not isinstance(processing, nullcontext):
             self.is_recorded = is_recorded(processing)
             self._processing = DetachedPhase(processing, context)
+
+    def add_task(self, task: asyncio.Task[Any]) -> None:
+        """Note a task that handles it."""
+        self.tasks += (task,)
+
+    def remove_task(self, task: asyncio.Task[Any]) -> None:
+        """Note that a task no longer handles it."""
+        self.tasks = tuple(each for each in self.tasks if each is not task)
 
     def begin_items(self, executions: Sequence[HandlerExecution]) -> list[WorkItem]:
         """Return one work item for each handler."""

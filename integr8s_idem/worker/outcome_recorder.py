@@ -17,7 +17,6 @@ from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 
-
 MOST_TURNS: Final = 5
 """Iterations of the event loop for which outcomes wait for others, while more handlers are about to run."""
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from contextvars import Context
+from functools import partial
 from typing import Any
 
 from integr8s_idem.worker.assignments import Delivery
@@ -36,9 +37,12 @@ class PipelineTasks:
         """
         task = asyncio.get_running_loop().create_task(work, context=context.copy())
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        task.add_done_callback(ended)
+        task.add_done_callback(partial(self._ended, ended), context=context)
         return task
+
+    def _ended(self, ended: Callable[[asyncio.Task[None]], None], task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        ended(task)
 
     def begin_for(
         self, delivery: Delivery, work: Coroutine[Any, Any, None], ended: Callable[[asyncio.Task[None]], None]
@@ -46,11 +50,11 @@ class PipelineTasks:
         """Start `work` as one of the tasks that handle `delivery`."""
 
         def ended_for(task: asyncio.Task[None]) -> None:
-            delivery.tasks.discard(task)
+            delivery.remove_task(task)
             ended(task)
 
         task = self.begin(work, delivery.context, ended_for)
-        delivery.tasks.add(task)
+        delivery.add_task(task)
         return task
 
     def has_succeeded(self, task: asyncio.Task[None]) -> bool:

@@ -13,7 +13,6 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, Final
 
-from integr8s_idem._util.first_step import rest
 from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.engine.run import Returned, Run
 from integr8s_idem.handlers.handler import GuardedExecution
@@ -23,7 +22,7 @@ from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.outcome_recorder import OutcomeRecorder
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 from integr8s_idem.worker.poison_events import FirstOutcome
-from integr8s_idem.worker.task_contexts import in_context
+from integr8s_idem.worker.task_contexts import rest_in_context
 
 TURN: Final = 50
 """Items that a runner handles before it yields to the event loop."""
@@ -90,25 +89,31 @@ class Runners:
                 done = 0
                 if not self._runnable or self._isolation.is_closed:
                     break
-            work = self._run(self._runnable.popleft(), task)
+            item = self._runnable.popleft()
+            work, delivery = self._run(item), item.delivery
+            context = delivery.context.copy()
             try:
-                waiting_for = work.send(None)
+                waiting_for = context.run(work.send, None)
             except StopIteration:
                 done += 1
             else:
                 self._current = None
                 self.start()
-                await rest(work, waiting_for)
+                delivery.add_task(task)
+                try:
+                    await rest_in_context(context, work, waiting_for)
+                finally:
+                    delivery.remove_task(task)
                 done = 0
 
-    async def _run(self, item: WorkItem, task: asyncio.Task[Any]) -> None:
-        conclusions, delivery = self._conclusions, item.delivery
+    async def _run(self, item: WorkItem) -> None:
+        """Run an item's handler and process what it returned, in the context of its delivery."""
+        conclusions = self._conclusions
         self._isolation.enter()
-        delivery.tasks.add(task)
         try:
-            if delivery.assignment.closed:
+            if item.delivery.assignment.closed:
                 raise AbandonedError
-            outcome = await in_context(delivery.context.copy(), self._work(item))
+            outcome = await self._work(item)
         except AbandonedError:
             conclusions.abandon(item)
         except Exception as error:  # noqa: BLE001  # `raised` handles all errors of an item
@@ -124,7 +129,6 @@ class Runners:
             else:
                 conclusions.conclude(item, outcome)
         finally:
-            delivery.tasks.discard(task)
             self._isolation.leave()
             self._slots.release()
 

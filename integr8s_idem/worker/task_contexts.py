@@ -11,17 +11,19 @@ T = TypeVar("T")
 
 
 @types.coroutine
-def in_context(context: Context, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-    """Await `work` in `context`, so that context variables that it sets are not visible outside."""
-    step: Any = work.send
-    sent: object = None
+def rest_in_context(context: Context, work: Coroutine[Any, Any, T], waiting_for: object) -> Generator[Any, Any, T]:
+    """Await `work`, whose first step ran in `context` and returned `waiting_for`, in the same context and task.
+
+    Context variables that it sets are not visible outside.
+    """
+    step: Any
     while True:
+        try:
+            sent, step = (yield waiting_for), work.send
+        except BaseException as error:  # noqa: BLE001  # thrown into `work`
+            sent, step = error, work.throw
         try:
             waiting_for = context.run(step, sent)
         except StopIteration as end:
             result: T = end.value
             return result
-        try:
-            sent, step = (yield waiting_for), work.send
-        except BaseException as error:  # noqa: BLE001  # thrown into `work`
-            sent, step = error, work.throw

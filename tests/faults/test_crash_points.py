@@ -119,13 +119,14 @@ def test_a_lease_can_be_held_while_another_renewal_is_due(
 
     async def main() -> None:
         manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="billing")
-        keeper, now = LeaseKeeper(manager.repository, "billing"), asyncio.get_running_loop().time()
+        keeper, now = LeaseKeeper(manager.repository, "billing", _never), asyncio.get_running_loop().time()
         first, second = [await manager.reserve(key) for key in ("one", "two")]
         assert isinstance(first, Reserved)
         assert isinstance(second, Reserved)
         due = now - first.lease.total_seconds() * RENEW_AFTER
 
-        with keeper.hold(first, due, _never), keeper.hold(second, due, _never):
+        one, other = (Work(manager.space.key(key)) for key in ("one", "two"))
+        with keeper.hold(first, due, one), keeper.hold(second, due, other):
             assert len(keeper) == 2
 
         assert len(keeper) == 0
@@ -135,7 +136,7 @@ def test_a_lease_can_be_held_while_another_renewal_is_due(
         runner.run(main())
 
 
-async def _never() -> Reserved | None:
+async def _never(_: Work) -> Reserved | None:
     return None
 
 

@@ -360,7 +360,7 @@ def dead_letter_after_the_offset() -> AbstractContextManager[Any]:
             await original(self, *arguments)
 
         delivery: Delivery = arguments[0]
-        delivery.tasks.add(asyncio.get_running_loop().create_task(later()))
+        delivery.add_task(asyncio.get_running_loop().create_task(later()))
 
     return _patched(DeliveryProcessor, "dead_letter", in_background)
 

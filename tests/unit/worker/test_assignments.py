@@ -72,11 +72,11 @@ async def test_handlers_of_revoked_partitions_are_reported_until_they_end() -> N
     one = delivery(current, 0)
     current.add_running(one)
     task = asyncio.create_task(asyncio.sleep(10))
-    one.tasks.add(task)
+    one.add_task(task)
 
     registry.end(current)
     assert registry.handlers() == {task}
-    one.tasks.clear()
+    one.remove_task(task)
     current.remove_running(one)
 
     assert registry.handlers() == set()

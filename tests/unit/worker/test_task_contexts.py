@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from contextvars import Context, ContextVar, copy_context
+from typing import Any, TypeVar
 
 import pytest
 
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.task_contexts import in_context
+from integr8s_idem.worker.task_contexts import rest_in_context
 
+T = TypeVar("T")
 NAME: ContextVar[str] = ContextVar("name", default="nobody")
+
+
+async def in_context(context: Context, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, which waits for something, in `context`."""
+    return await rest_in_context(context, work, context.run(work.send, None))
 
 
 @virtual_time
