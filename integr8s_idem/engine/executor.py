@@ -45,7 +45,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 from integr8s_idem.stores import JoinedRepository
-from integr8s_idem.telemetry import Observer, Phase, Signal
+from integr8s_idem.telemetry import Observer, Phase, Signal, Span
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -96,17 +96,19 @@ class Executor(RunServices):
         Raises:
             StoreError: The store did not answer; nothing was done.
         """
-        known = self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
-        if known is not None:
-            return known
+        if self.cache is not None:
+            known = self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
+            if known is not None:
+                return known
         asked_at, observer = self.now(), self.observer
         try:
             with observer.phase(Phase.RESERVE, work.event_type) as span:
-                span.annotate("idempotency.key", work.key.label)
-                verdict = await self.client.reserve(self.client.request(work, span.trace()))
-                if isinstance(verdict, Reserved):
-                    span.annotate("idempotency.attempt", verdict.attempt)
-                span.annotate("idempotency.verdict", type(verdict).__name__)
+                trace = span.trace()
+                if trace is not None:
+                    span.annotate("idempotency.key", work.key.label)
+                verdict = await self.client.reserve(self.client.request(work, trace))
+                if trace is not None:
+                    _annotate(span, verdict)
         except asyncio.CancelledError:
             # The reservation is released under this token, so the next attempt must use another one.
             work.forget_token()
@@ -290,11 +292,12 @@ class Executor(RunServices):
 
     def now(self) -> float:
         """Return the time by the lease clock, in seconds.  Read it before requesting a lease in this event loop."""
-        # The only place where the loop is looked up: before Python 3.12, that is a system call.
-        loop = asyncio.get_running_loop()
-        if loop is not self.loop:
-            self.loop, self.runs.pace = loop, pace_of(loop)
-            self._leases.enter(loop)
+        # Before Python 3.12, this lookup is a system call.  While a request is in progress, the loop is the same.
+        if self.loop is None or not self.client.is_reserving:
+            loop = asyncio.get_running_loop()
+            if loop is not self.loop:
+                self.loop, self.runs.pace = loop, pace_of(loop)
+                self._leases.enter(loop)
         return self._leases.now()
 
     async def reserve_together(self, works: Sequence[Work]) -> list[Verdict]:
@@ -385,6 +388,12 @@ class Executor(RunServices):
             work.fence = verdict.fence  # type: ignore[union-attr]
             if verdict.previous is Previous.LAPSED:  # type: ignore[union-attr]
                 self.observer.count(Signal.TAKEOVER, work.event_type)
+
+
+def _annotate(span: Span, verdict: Verdict) -> None:
+    if isinstance(verdict, Reserved):
+        span.annotate("idempotency.attempt", verdict.attempt)
+    span.annotate("idempotency.verdict", type(verdict).__name__)
 
 
 def _writing(

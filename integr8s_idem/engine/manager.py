@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import compress
 from operator import not_
-from types import TracebackType
+from types import CoroutineType, TracebackType
 from typing import Any, Literal, TypeVar
 
 from integr8s_idem._util.lease_clock import Clock
@@ -458,20 +458,20 @@ class IdempotencyManager:
         """
         refuse_call(function, "manager.run(key, function)")
         refuse_generator(function)
-        longest_wait = duration(wait_timeout, "wait_timeout")
+        longest_wait = None if wait_timeout is None else duration(wait_timeout, "wait_timeout")
         checked_ttl = None if ttl is None else self.checked_ttl(ttl)
         block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
         wait = None if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
         work_key = self.space.key(key)
-        if (known := self.executor.known_here(work_key, fingerprint)) is not None:
+        if self.executor.cache is not None and (known := self.executor.known_here(work_key, fingerprint)) is not None:
             return replayed_value(work_key.label, known, function)  # type: ignore[no-any-return]
         work = Work(work_key, fingerprint, checked_ttl, on_failure=block)
 
-        async def without_attempt(_: Attempt) -> T:
+        def without_attempt(_: Attempt) -> Awaitable[T]:
             running = function()
-            if not inspect.isawaitable(running):
+            if type(running) is not CoroutineType and not inspect.isawaitable(running):
                 raise _not_awaitable(work, function, running)
-            return await running
+            return running
 
         return await self.run_work(
             work, without_attempt, returns=function, on_in_progress=wait, wait_timeout=longest_wait

@@ -126,6 +126,11 @@ class StoreClient:
         """Reserve a key.  If the caller is cancelled, the reservation is released."""
         return self._reservations.answer(request)
 
+    @property
+    def is_reserving(self) -> bool:
+        """Whether a request to reserve a single key is in progress."""
+        return self._reservations.busy
+
     async def reserve_together(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         """Reserve keys in one call.  If the caller is cancelled, the reservations are released."""
         if not requests:
