@@ -55,6 +55,8 @@ def cost_tables(results: Results) -> dict[str, str]:
             ],
         ),
         "cost-memory": _memory(results),
+        "cost-order": _order(results),
+        "frames": _frames(results),
         "sizing-example": _example(results),
         "deployments": _deployments(results),
     }  # fmt: skip
@@ -82,6 +84,28 @@ def _stages(results: Results) -> str:
 
 def _share(results: Results, name: str) -> float:
     return float(results[f"cost.{name}_us"] / sum(results[f"cost.{each}_us"] for each in STAGES))
+
+
+def _order(results: Results) -> str:
+    rows = []
+    for setting, name in (('"none"', "idempotent"), ('"partition"', "by_partition")):
+        contestant = f"contest.kafka_noop.{name}"
+        rows.append([f"`{setting}`", *(number(results[f"{contestant}.{which}"]) for which in ("cpu_us", "us"))])
+    head = ["`ordering`", "µs of worker CPU per event", "µs per event"]
+    return table(head, rows)
+
+
+def _frames(results: Results) -> str:
+    kinds = {"": "guarded", "by_partition.": 'guarded, `ordering = "partition"`', "plain.": "without the guard"}
+    rows = [
+        [text, *(_optional(results, f"frames.{kind}{what}") for what in ("calls", "allocations", "bytes_in_flight"))]
+        for kind, text in kinds.items()
+    ]
+    return table(["event", "Python calls", "allocations", "bytes while its handler waits"], rows)
+
+
+def _optional(results: Results, name: str) -> str:
+    return number(results[name]) if name in results else ""
 
 
 def _memory(results: Results) -> str:

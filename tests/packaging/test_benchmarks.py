@@ -53,12 +53,16 @@ def test_every_missed_target_states_its_limit() -> None:
     assert [key for key in missed(results) if not TARGETS[key].limit] == []
 
 
-def test_limits_are_listed_below_missed_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_targets_are_listed_below_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     results = json.loads(LATEST.read_text(encoding="utf-8")) | {"growth_2m": 0.5, "sql_inbox_core": 0.9}
     limited = {key: Target("it", TARGETS[key].bound, limit=f"why {key}") for key in ("growth_2m", "sql_inbox_core")}
     monkeypatch.setattr("benchmarks.tables.TARGETS", limited)
 
-    assert latest_tables(results)["figures"].endswith("|\n\n- `growth_2m`: why growth_2m")
+    figures = latest_tables(results)["figures"]
+    assert figures.endswith(
+        "|\n\nTargets that were dropped, and what forbids them:\n\n- `growth_2m`, ≥ 0.9: why growth_2m"
+    )
+    assert "✗" not in figures
 
 
 def test_each_benchmark_reports_its_server_and_time() -> None:
