@@ -30,8 +30,8 @@ from integr8s_idem.worker.health import Health, ProcessHealth, ServiceHealth
 
 logger: Final = logging.getLogger(__name__)
 
-READY_INTERVAL: Final = 0.5
-"""Seconds between two questions to a process that has not been ready since its start."""
+_STARTING: Final = {"services": []}
+"""Health of a process until it answers for the first time: the start of Python can take longer than an answer."""
 
 _SUPERVISOR: Final = 0
 """The number of this process among those whose metrics are added."""
@@ -42,6 +42,11 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int: ...
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether one of its services has polled its topics; final when `wait` returns."""
+        ...
 
     async def wait(self) -> int:
         """Wait for its end, and return its exit status; -N if signal N killed it."""
@@ -80,6 +85,7 @@ class _Slot:
         self.restarts = restarts
         self.process: Process | None = None
         self.was_ready = False
+        """Whether the last process was ready before it ended."""
         self.reason = "starting"
         """Why no process runs."""
         self.is_live = True
@@ -89,7 +95,7 @@ class _Slot:
 
     @property
     def works(self) -> bool:
-        return self.process is not None and self.was_ready
+        return self.process is not None and self.process.was_ready
 
     def health(self, services: Sequence[str]) -> tuple[ProcessHealth, dict[str, ServiceHealth]]:
         """Return the health of the process, and that of its services by name."""
@@ -206,24 +212,14 @@ class Supervisor:
             slot.was_ready = False
             return 1
         logger.info("worker process %d started: process id %d", slot.number, process.pid)
-        slot.process, slot.was_ready, slot.answer = process, False, {"services": []}
+        slot.process, slot.answer = process, _STARTING
         if self._stopping.is_set():
             process.order("drain")
-        watching = asyncio.create_task(self._until_ready(slot, process))
         try:
             return await process.wait()
         finally:
-            slot.process = None
+            slot.process, slot.was_ready = None, process.was_ready
             self._metrics.retire(slot.number)
-            watching.cancel()
-            await asyncio.wait({watching})
-
-    async def _until_ready(self, slot: _Slot, process: Process) -> None:
-        while not slot.was_ready:
-            await asyncio.sleep(READY_INTERVAL)
-            await self._update_health(slot, process)
-            slot.was_ready = bool(self._services) and slot.health(self._services)[0].ready
-        logger.info("worker process %d is ready", slot.number)
 
     async def _pause(self, slot: _Slot, returncode: int, pause: float) -> None:
         """Wait before the next start."""
@@ -298,7 +294,7 @@ class Supervisor:
 
     async def _update_health(self, slot: _Slot, process: Process) -> None:
         answer = await process.ask("health")
-        if slot.process is process:
+        if slot.process is process and (answer is not None or slot.answer is not _STARTING):
             slot.answer = answer
 
     async def _update_metrics(self, slot: _Slot, process: Process) -> None:
