@@ -3,8 +3,8 @@
 A socket pair, inherited at the start.  The supervisor sends a word on a line: `drain` or `stop`, or a question,
 `health` or `metrics`, which is answered with a line of JSON.  The end of the stream means that the supervisor is dead,
 however it died, and a worker does not outlive its supervisor.  A thread reads the socket, so that a blocked event loop
-or a slow import does not hide this.  Unasked, a worker says that it is ready, before it handles anything: the first event
-may kill it.
+or a slow import does not hide this.  A worker announces that it is ready before it handles its first event, which may
+kill it.
 """
 
 from __future__ import annotations

@@ -310,6 +310,34 @@ async def test_a_process_that_cannot_be_created_is_tried_again() -> None:
 
 
 @virtual_time
+async def test_processes_that_cannot_be_created_do_not_end_those_that_are_starting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def starting(process: FakeProcess) -> None:
+        process.was_ready = False
+
+    class Full(FakeLauncher):
+        refused = 0
+
+        async def start(self, number: int) -> FakeProcess:
+            if number > 1:
+                self.refused += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return await super().start(number)
+
+    launcher = Full(starting)
+    async with running(launcher) as (supervisor, task):
+        await asyncio.sleep(100)
+        assert launcher.refused > 5
+        assert not task.done()
+        assert supervisor.health().processes[1].reason == "cannot be started: Too many open files"
+
+        launcher.processes[0].end(1)
+        assert await task == 1
+    assert "worker process 2 cannot be started: Too many open files; the next start is in 1.0 s" in caplog.text
+
+
+@virtual_time
 async def test_health_is_good_only_if_that_of_all_processes_is() -> None:
     launcher = FakeLauncher()
     async with running(launcher) as (supervisor, _):
