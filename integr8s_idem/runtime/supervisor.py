@@ -30,7 +30,7 @@ from integr8s_idem.worker.health import Health, ProcessHealth, ServiceHealth
 
 logger: Final = logging.getLogger(__name__)
 
-_STARTING: Final = {"services": []}
+_STARTING: Final[Any] = {"services": []}
 """Health of a process until it answers for the first time: the start of Python can take longer than an answer."""
 
 _SUPERVISOR: Final = 0
