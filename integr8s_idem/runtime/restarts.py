@@ -12,10 +12,13 @@ INVALID_INPUT: Final = 2
 """Exit status of a worker whose arguments or settings are invalid: it would be the same after every start."""
 
 MOST_FAILED_STARTS: Final = 3
-"""If no process works, the supervisor gives up when one has failed this often in a row before it was ready."""
+"""If no other process may work, the supervisor gives up when one has failed this often in a row before it was ready."""
 
 STEADY_SECONDS: Final = 60.0
 """A process that lasted this long starts again without the delays of earlier failures."""
+
+_ENDED_BY_SIGNAL: Final = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT}
+"""Of a process that does not handle them; Python turns SIGINT into KeyboardInterrupt."""
 
 BACKOFF: Final = Backoff(initial=1.0, longest=30.0)
 
@@ -30,21 +33,22 @@ class Restarts:
     def __init__(self, pause: Callable[[int], float] = BACKOFF.pause) -> None:
         self._pause = pause
         self._failures = 0
-        self._failed_starts = 0
+        self.failed_starts = 0
+        """How often in a row it has ended before it was ready."""
 
-    def pause_after(self, status: int, *, was_ready: bool, lasted: float, others_work: bool) -> float | None:
+    def pause_after(self, status: int, *, was_ready: bool, lasted: float, others_may_work: bool) -> float | None:
         """Return the seconds to wait before the next start, or `None` to give up.
 
         Args:
             status: Exit status of the process.
             was_ready: Whether it has been ready since its start.
             lasted: Seconds since its start.
-            others_work: Whether another process runs that has been ready.
+            others_may_work: Whether another process is ready, or is starting and has not failed to start before.
         """
-        self._failed_starts = 0 if was_ready else self._failed_starts + 1
+        self.failed_starts = 0 if was_ready else self.failed_starts + 1
         if not was_ready and status == INVALID_INPUT:
             return None
-        if self._failed_starts >= MOST_FAILED_STARTS and not others_work:
+        if self.failed_starts >= MOST_FAILED_STARTS and not others_may_work:
             return None
         self._failures = 1 if lasted >= STEADY_SECONDS else self._failures + 1
         return self._pause(self._failures)
@@ -58,9 +62,9 @@ def exit_status(returncode: int) -> int:
 def drained_status(returncode: int) -> int:
     """Return the exit status of a process that was asked to drain.
 
-    SIGTERM kills only processes that have not started their services, or have already stopped them.
+    Signals end only processes that have not started their services, or have already stopped them.
     """
-    return 0 if returncode == -signal.SIGTERM else exit_status(returncode)
+    return 0 if returncode in _ENDED_BY_SIGNAL else exit_status(returncode)
 
 
 def ending(returncode: int) -> str:

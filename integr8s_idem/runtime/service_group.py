@@ -43,8 +43,16 @@ CLOSE_SECONDS: Final = 15.0
 class RunningService:
     """A service from the creation of its container until its end."""
 
-    def __init__(self, service: Service, settings: Settings, isolation: IsolationGate) -> None:
+    def __init__(
+        self,
+        service: Service,
+        settings: Settings,
+        isolation: IsolationGate,
+        *,
+        on_first_poll: Callable[[], None] = lambda: None,
+    ) -> None:
         self.service = service
+        self._on_first_poll = on_first_poll
         self._isolation = isolation
         self.error: Exception | None = None
         self._settings = settings
@@ -112,6 +120,7 @@ class RunningService:
                 group=self.service.group_id,
                 isolation=self._isolation,
                 reach_brokers=reach_brokers,
+                on_first_poll=self._on_first_poll,
                 replay=self._settings.replay,
             )
             reading = reading_of(dispatcher, self._worker.topics)
@@ -217,7 +226,8 @@ class ServiceGroup:
         self._link = link
         check_groups(services, settings)
         isolation = IsolationGate()
-        self._running = [RunningService(service, settings, isolation) for service in services]
+        announce = link.announce_ready if link is not None else lambda: None
+        self._running = [RunningService(each, settings, isolation, on_first_poll=announce) for each in services]
         self._settings = settings
         self._stops = 0
         self._tasks: list[asyncio.Task[None]] = []

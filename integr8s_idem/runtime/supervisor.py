@@ -11,7 +11,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -30,8 +30,8 @@ from integr8s_idem.worker.health import Health, ProcessHealth, ServiceHealth
 
 logger: Final = logging.getLogger(__name__)
 
-READY_INTERVAL: Final = 0.5
-"""Seconds between two questions to a process that has not been ready since its start."""
+_STARTING: Final[Any] = {"services": []}
+"""Health of a process until it answers for the first time: the start of Python can take longer than an answer."""
 
 _SUPERVISOR: Final = 0
 """The number of this process among those whose metrics are added."""
@@ -42,6 +42,11 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int: ...
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether one of its services has polled its topics; final when `wait` returns."""
+        ...
 
     async def wait(self) -> int:
         """Wait for its end, and return its exit status; -N if signal N killed it."""
@@ -72,6 +77,17 @@ class Launcher(Protocol):
         ...
 
 
+class _End(NamedTuple):
+    """The end of a process, or of an attempt to start one."""
+
+    returncode: int
+    what: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}"
+
+
 class _Slot:
     """The place of one worker process, which several processes occupy one after the other."""
 
@@ -80,6 +96,7 @@ class _Slot:
         self.restarts = restarts
         self.process: Process | None = None
         self.was_ready = False
+        """Whether the last process was ready before it ended."""
         self.reason = "starting"
         """Why no process runs."""
         self.is_live = True
@@ -88,8 +105,9 @@ class _Slot:
         """Its last health."""
 
     @property
-    def works(self) -> bool:
-        return self.process is not None and self.was_ready
+    def may_work(self) -> bool:
+        """Whether its process is ready, or is starting and has not failed to start before."""
+        return self.process is not None and (self.process.was_ready or not self.restarts.failed_starts)
 
     def health(self, services: Sequence[str]) -> tuple[ProcessHealth, dict[str, ServiceHealth]]:
         """Return the health of the process, and that of its services by name."""
@@ -181,53 +199,43 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
             started = loop.time()
-            returncode = await self._run_process(slot)
+            end = await self._run_process(slot)
             lasted = loop.time() - started
             if self._stopping.is_set():
-                self._status = max(self._status, drained_status(returncode))
+                self._status = max(self._status, drained_status(end.returncode))
                 slot.reason = "stopped"
                 return
-            others_work = any(other.works for other in self._slots)
+            others_may_work = any(other.may_work for other in self._slots)
             pause = slot.restarts.pause_after(
-                exit_status(returncode), was_ready=slot.was_ready, lasted=lasted, others_work=others_work
+                exit_status(end.returncode), was_ready=slot.was_ready, lasted=lasted, others_may_work=others_may_work
             )
-            slot.reason, slot.is_live = f"ended: {ending(returncode)}", False
+            slot.reason, slot.is_live = str(end), False
             if pause is None:
-                self._give_up(slot, returncode)
+                self._give_up(slot, end)
                 return
-            await self._pause(slot, returncode, pause)
+            await self._pause(slot, end, pause)
 
-    async def _run_process(self, slot: _Slot) -> int:
+    async def _run_process(self, slot: _Slot) -> _End:
         """Run one process to its end."""
         try:
             process = await self._launcher.start(slot.number)
         except OSError as error:
-            logger.error("worker process %d cannot be started: %s", slot.number, error.strerror or error)
             slot.was_ready = False
-            return 1
+            return _End(1, "cannot be started", error.strerror or str(error))
         logger.info("worker process %d started: process id %d", slot.number, process.pid)
-        slot.process, slot.was_ready, slot.answer = process, False, {"services": []}
+        slot.process, slot.answer = process, _STARTING
         if self._stopping.is_set():
             process.order("drain")
-        watching = asyncio.create_task(self._until_ready(slot, process))
         try:
-            return await process.wait()
+            returncode = await process.wait()
+            return _End(returncode, "ended", ending(returncode))
         finally:
-            slot.process = None
+            slot.process, slot.was_ready = None, process.was_ready
             self._metrics.retire(slot.number)
-            watching.cancel()
-            await asyncio.wait({watching})
 
-    async def _until_ready(self, slot: _Slot, process: Process) -> None:
-        while not slot.was_ready:
-            await asyncio.sleep(READY_INTERVAL)
-            await self._update_health(slot, process)
-            slot.was_ready = bool(self._services) and slot.health(self._services)[0].ready
-        logger.info("worker process %d is ready", slot.number)
-
-    async def _pause(self, slot: _Slot, returncode: int, pause: float) -> None:
+    async def _pause(self, slot: _Slot, end: _End, pause: float) -> None:
         """Wait before the next start."""
-        logger.error("worker process %d ended: %s; the next start is in %.1f s", slot.number, ending(returncode), pause)
+        logger.error("worker process %d %s; the next start is in %.1f s", slot.number, end, pause)
         try:
             async with asyncio.timeout(pause):
                 await self._stopping.wait()
@@ -235,13 +243,13 @@ class Supervisor:
             self._restarted += 1
             slot.reason, slot.is_live = "starting", True
 
-    def _give_up(self, slot: _Slot, returncode: int) -> None:
-        status = exit_status(returncode) or 1
+    def _give_up(self, slot: _Slot, end: _End) -> None:
+        status = exit_status(end.returncode) or 1
         logger.error(
             "worker process %d failed before it was ready: %s; restarting it would not help. "
             "Draining the others, then exiting with status %d",
             slot.number,
-            ending(returncode),
+            end.why,
             status,
         )
         self._status = status
@@ -298,7 +306,7 @@ class Supervisor:
 
     async def _update_health(self, slot: _Slot, process: Process) -> None:
         answer = await process.ask("health")
-        if slot.process is process:
+        if slot.process is process and (answer is not None or slot.answer is not _STARTING):
             slot.answer = answer
 
     async def _update_metrics(self, slot: _Slot, process: Process) -> None:

@@ -3,7 +3,8 @@
 A socket pair, inherited at the start.  The supervisor sends a word on a line: `drain` or `stop`, or a question,
 `health` or `metrics`, which is answered with a line of JSON.  The end of the stream means that the supervisor is dead,
 however it died, and a worker does not outlive its supervisor.  A thread reads the socket, so that a blocked event loop
-or a slow import does not hide this.
+or a slow import does not hide this.  A worker announces that it is ready before it handles its first event, which may
+kill it.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class SupervisorLink:
         self.grace_seconds = grace_seconds
         self._end_process = end_process
         self._attached: _Attached | None = None
+        self._sending = threading.Lock()
+        self._is_ready = False
 
     def start(self) -> None:
         """Start answering the supervisor."""
@@ -96,28 +99,42 @@ class SupervisorLink:
             for number in caught:
                 loop.remove_signal_handler(number)
 
+    def announce_ready(self) -> None:
+        """Tell the supervisor that a service has polled, unless it knows; returns when the line is in the socket."""
+        if self._is_ready:
+            return
+        self._is_ready = True
+        with suppress(OSError):  # the supervisor is dead, which the thread notices
+            self._send(json.dumps({"ready": True}))
+
     def _serve(self) -> None:
-        with suppress(ConnectionError), self._socket, self._socket.makefile("rwb") as stream:
+        with suppress(ConnectionError), self._socket, self._socket.makefile("rb") as stream:
             for line in stream:
                 word = line.decode().strip()
                 if word in ("drain", "stop"):
                     self._order(word)
-                    continue
-                stream.write(json.dumps({"question": word, "answer": self._answer(word)}).encode() + b"\n")
-                stream.flush()
+                else:
+                    self._send(self._answer(word))
         self._outlive_nobody()
 
-    def _answer(self, question: str) -> Any:
-        """Return the answer; `None` if there is none."""
+    def _send(self, line: str) -> None:
+        with self._sending:
+            self._socket.sendall(line.encode() + b"\n")
+
+    def _answer(self, question: str) -> str:
+        """Return the answer as JSON; it is `null` if there is none."""
         try:
-            return self._health() if question == "health" else plain_families(REGISTRY.collect())
-        except Exception:  # noqa: BLE001 -- a collector can raise anything, and orders must be read
+            answer = self._health() if question == "health" else plain_families(REGISTRY.collect())
+            return json.dumps({"question": question, "answer": answer})
+        except Exception:  # noqa: BLE001 -- a collector can raise or return anything, and orders must be read
             _log.exception("cannot answer the supervisor: %s", question)
-            return None
+            return json.dumps({"question": question, "answer": None})
 
     def _health(self) -> Any:
         if self._attached is None:
             return {"services": []}
+        if self._attached.loop.is_closed():  # the process is about to exit
+            return None
         asking = asyncio.run_coroutine_threadsafe(_health_of(self._attached.services), self._attached.loop)
         try:
             return {"services": [asdict(service) for service in asking.result(HEALTH_SECONDS).services]}
@@ -130,8 +147,11 @@ class SupervisorLink:
             self._end_process(0)  # still starting: there is nothing to drain
             return
         services, loop = self._attached.services, self._attached.loop
-        with suppress(RuntimeError):  # the loop is closed: the process is about to exit
+        try:
             loop.call_soon_threadsafe(services.drain if word == "drain" else services.stop_now)
+        except RuntimeError:  # the loop is closed: the process is about to exit, unless a thread does not end
+            if word == "stop":
+                self._end_process(1)
 
     def _outlive_nobody(self) -> None:
         """Drain, since the supervisor has died, and exit at the end of the grace period."""

@@ -16,6 +16,9 @@ from typing import Any, Final
 ANSWER_SECONDS: Final = 3.0
 """Timeout for an answer of a worker process."""
 
+LAST_LINE_SECONDS: Final = 1.0
+"""How long to read what a process that has ended sent before, if a child of it keeps the socket open."""
+
 MOST_BYTES: Final = 256 * 1024 * 1024
 """Longest answer: metrics of some thousand event types."""
 
@@ -74,6 +77,7 @@ class WorkerProcess:
         self._process = process
         self._writer = writer
         self._asked: dict[str, asyncio.Future[Any]] = {}
+        self._was_ready = False
         self._listening = asyncio.create_task(self._listen(reader), name="integr8s-idem worker process")
 
     @property
@@ -81,10 +85,16 @@ class WorkerProcess:
         """Its process id."""
         return self._process.pid
 
+    @property
+    def was_ready(self) -> bool:
+        """Whether one of its services has polled its topics; final when `wait` returns."""
+        return self._was_ready
+
     async def wait(self) -> int:
         """Wait for its end, and return its exit status; -N if signal N killed it."""
         returncode = await self._process.wait()
         # The socket stays open if the process was forked by a handler.
+        await asyncio.wait({self._listening}, timeout=LAST_LINE_SECONDS)
         self._listening.cancel()
         await asyncio.wait({self._listening})
         self._writer.close()
@@ -118,12 +128,14 @@ class WorkerProcess:
         return None
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Read answers until the process has ended."""
+        """Read answers, and whether it is ready, until the process has ended."""
         try:
             with suppress(ConnectionError, ValueError):  # killed, perhaps in the middle of a line
                 async for line in reader:
-                    answer = json.loads(line)
-                    self._asked.pop(answer["question"]).set_result(answer["answer"])
+                    said = json.loads(line)
+                    if "question" in said:
+                        self._asked.pop(said["question"]).set_result(said["answer"])
+                    self._was_ready |= "ready" in said
         finally:
             for future in self._asked.values():
                 future.set_result(None)

@@ -71,7 +71,8 @@ def plain_families(collected: Iterable[Metric]) -> list[list[Any]]:
             family.documentation,
             family.type,
             family.unit,
-            [[sample.name, sample.labels, sample.value] for sample in family.samples],
+            # Collectors of applications yield any kind of number.
+            [[sample.name, sample.labels, float(sample.value)] for sample in family.samples],
         ]
         for family in collected
     ]

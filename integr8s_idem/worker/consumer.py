@@ -119,6 +119,7 @@ class ServiceWorker:
         replay: ReplaySettings | None = None,
         consumer: Callable[[KafkaSettings, str], Consumer] = make_consumer,
         reach_brokers: Callable[[KafkaSettings], Awaitable[None]] | None = None,
+        on_first_poll: Callable[[], None] = lambda: None,
     ) -> None:
         """Create a worker, without opening connections.
 
@@ -128,6 +129,7 @@ class ServiceWorker:
             replay: Which replay headers are honored.
             consumer: Creates the Kafka client for a group.
             reach_brokers: Checks whether the brokers respond, while the store is unavailable.
+            on_first_poll: Called when a client has polled for the first time, before its messages are handled.
 
         Raises:
             ApplicationError: The service has no topics.
@@ -144,6 +146,7 @@ class ServiceWorker:
         self._service = service
         self._make_consumer = consumer
         self._reach_brokers = reach_brokers
+        self._on_first_poll = on_first_poll
         manager = dispatcher.manager
         self._circuit = StoreCircuit(_ping_of(dispatcher), self.observer)
         self._purger = Purger(name, manager.repository if manager is not None else None, self._circuit, self.observer)
@@ -353,6 +356,7 @@ class ServiceWorker:
             FetchWatchdog(patience, self._kafka.request_timeout_seconds),
             self.observer,
             put=self._put,
+            on_first_poll=self._on_first_poll,
             is_ordered=self._service.ordering != "none",
             hold=lambda: not self._circuit.is_available,
             answer_seconds=self._kafka.request_timeout_seconds,

@@ -59,6 +59,7 @@ class Poller:
         observer: Observer,
         *,
         put: Callable[[Delivery], None],
+        on_first_poll: Callable[[], None],
         is_ordered: bool,
         hold: Callable[[], bool],
         answer_seconds: float,
@@ -67,6 +68,7 @@ class Poller:
         """
         Args:
             put: Called with each delivery.
+            on_first_poll: Called after the first successful poll, before its deliveries are put.
             is_ordered: Whether deliveries of a partition wait for each other.
             hold: Whether to pause all partitions.
             answer_seconds: Timeout of a request to a broker.
@@ -79,6 +81,7 @@ class Poller:
         self._backpressure = backpressure
         self._observer = observer
         self._put = put
+        self._on_first_poll = on_first_poll
         self._is_ordered = is_ordered
         self._hold = hold
         self._answer_seconds = answer_seconds
@@ -122,7 +125,10 @@ class Poller:
                 failures += 1
                 await self._failed(error, failures)
                 continue
-            failures, self.reason, self.polled = 0, "", True
+            failures, self.reason = 0, ""
+            if not self.polled:
+                self.polled = True
+                self._on_first_poll()
             self.last_poll = time.monotonic()
             self._take(batches)
             assignments = self._partitions.assignments.items()

@@ -138,6 +138,16 @@ async def test_events_of_a_killed_process_are_all_handled_and_it_is_started_agai
     assert 100 <= handled <= 120
 
 
+async def test_events_that_kill_their_processes_do_not_end_the_supervisor(setting: Setting) -> None:
+    orders = [OrderPlaced(order_id=str(each), aggregate_id=str(each), kills=each % 2 == 0) for each in range(12)]
+    await setting.publisher.publish(*orders)
+    with supervised(*setting.arguments(), log=setting.folder / "log", env=setting.environment) as process:
+        await eventually(lambda: process.output.count("killed by SIGKILL") >= 8 or not process.running)
+
+        assert process.running, process.output
+        assert "restarting it would not help" not in process.output
+
+
 async def test_sigterm_waits_for_the_handlers_of_all_processes(setting: Setting) -> None:
     with supervised(*setting.arguments(), log=setting.folder / "log", env=setting.environment) as process:
         await until_shared(process)

@@ -91,6 +91,20 @@ def test_a_signal_while_the_workers_start_ends_them_at_once(tmp_path: Path, sett
         assert process.wait() == 0, process.output
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_while_the_workers_start_is_no_failure(
+    number: signal.Signals, tmp_path: Path, settings: Path
+) -> None:
+    """`KillSignal=` of systemd can be SIGINT."""
+    command = ["tests.support.slow_import:platform", *arguments(settings)[1:]]
+    with supervised(*command, log=tmp_path / "log", env={"BLOCKED": str(tmp_path)}) as process:
+        wait_until(lambda: len(list(tmp_path.glob("[0-9]*"))) == 2, state=lambda: process.output)
+        for each in [psutil.Process(process.pid), *process.workers.values()]:
+            each.send_signal(number)
+
+        assert process.wait() == 0, process.output
+
+
 def test_no_worker_outlives_a_supervisor_that_is_killed(settings: Path, tmp_path: Path) -> None:
     with supervised(*arguments(settings), log=tmp_path / "log") as process:
         workers = until_attached(process)

@@ -66,9 +66,13 @@ async def running(
     publisher: FakePublisher | None = None,
     *,
     replay: Any = None,
+    on_first_poll: Any = lambda: None,
     **service: Any,
 ) -> AsyncIterator[RunningWorker]:
-    """Run a worker that consumes `broker`, and drain it at the end of the block.  `replay` is a `ReplaySettings`."""
+    """Run a worker that consumes `broker`, and drain it at the end of the block.
+
+    `replay` is a `ReplaySettings`, and `on_first_poll` a function without arguments.
+    """
     consumer = FakeConsumer(broker)
     worker = ServiceWorker(
         "billing",
@@ -78,6 +82,7 @@ async def running(
         ServiceSettings(**service),
         replay=replay,
         consumer=lambda settings, group: consumer,
+        on_first_poll=on_first_poll,
     )
     running_worker = RunningWorker(worker, broker, consumer)
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ class OrderPlaced(BaseEvent):
     """Duration of the handler; if negative, it never ends and ignores cancellation."""
     thread_seconds: float = 0.0
     """Duration in a thread, which cannot be canceled."""
+    kills: bool = False
+    """Whether the handler kills its process."""
 
 
 class OrderPaid(BaseEvent):
@@ -41,6 +44,8 @@ router = EventRouter()
 @router.on(OrderPlaced)
 async def charge(event: OrderPlaced, attempt: FromDishka[Attempt], outgoing: FromDishka[Outgoing]) -> str:
     note("begin", event.order_id, attempt.number)
+    if event.kills:
+        os.kill(os.getpid(), signal.SIGKILL)
     while event.seconds < 0:  # a misbehaving handler that ignores cancellation
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(0.1)

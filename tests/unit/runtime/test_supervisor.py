@@ -30,6 +30,7 @@ class FakeProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.health: ServiceHealth | None = READY
+        self.was_ready = True
         self.obeys = {"drain": 0, "stop": 1}
         self.orders: list[str] = []
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -100,8 +101,8 @@ def now() -> float:
 
 def ends_at_start(status: int) -> Callable[[FakeProcess], None]:
     def prepare(process: FakeProcess) -> None:
-        process.health = JOINING
-        process.end(status)
+        process.health, process.was_ready = JOINING, False
+        asyncio.get_running_loop().call_soon(process.end, status)
 
     return prepare
 
@@ -250,7 +251,7 @@ async def test_a_worker_that_always_fails_at_start_does_not_end_those_that_work(
     def second_is_wrong(process: FakeProcess) -> None:
         if process.pid != 100:
             asyncio.get_running_loop().call_later(1, ends_at_start(1), process)
-            process.health = JOINING
+            process.health, process.was_ready = JOINING, False
 
     launcher = FakeLauncher(second_is_wrong)
     async with running(launcher) as (_, task):
@@ -258,6 +259,38 @@ async def test_a_worker_that_always_fails_at_start_does_not_end_those_that_work(
 
         assert not task.done()
         assert len(launcher.started) > 5
+
+
+@virtual_time
+async def test_workers_that_die_as_soon_as_they_are_ready_are_always_started_again() -> None:
+    """An event that kills its worker is given up after several restarts, and there can be many such events."""
+    launcher = FakeLauncher(lambda process: process.end(-9))
+    async with running(launcher) as (_, task):
+        await asyncio.sleep(100)
+
+        assert not task.done()
+        assert len(launcher.started) > 10
+
+
+@virtual_time
+async def test_a_process_that_has_not_answered_yet_is_starting() -> None:
+    """The start of Python alone takes seconds if many processes start at the same time."""
+
+    def slow(process: FakeProcess) -> None:
+        process.health = None
+
+    launcher = FakeLauncher(slow)
+    async with running(launcher, 1) as (supervisor, _):
+        await supervisor.refresh("/healthz")
+        starting = supervisor.health()
+        launcher.processes[0].health = READY
+        await supervisor.refresh("/healthz")
+        launcher.processes[0].health = None
+        await supervisor.refresh("/healthz")
+        stalled = supervisor.health()
+
+    assert (starting.live, starting.ready, starting.services[0].reason) == (True, False, "worker process 1: starting")
+    assert (stalled.live, stalled.services[0].reason) == (False, "worker process 1: does not answer")
 
 
 @virtual_time
@@ -274,6 +307,34 @@ async def test_a_process_that_cannot_be_created_is_tried_again() -> None:
     launcher = Full()
     async with running(launcher):
         assert [(at, number) for at, number, _ in launcher.started] == [(0, 1), (1, 2)]
+
+
+@virtual_time
+async def test_processes_that_cannot_be_created_do_not_end_those_that_are_starting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def starting(process: FakeProcess) -> None:
+        process.was_ready = False
+
+    class Full(FakeLauncher):
+        refused = 0
+
+        async def start(self, number: int) -> FakeProcess:
+            if number > 1:
+                self.refused += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return await super().start(number)
+
+    launcher = Full(starting)
+    async with running(launcher) as (supervisor, task):
+        await asyncio.sleep(100)
+        assert launcher.refused > 5
+        assert not task.done()
+        assert supervisor.health().processes[1].reason == "cannot be started: Too many open files"
+
+        launcher.processes[0].end(1)
+        assert await task == 1
+    assert "worker process 2 cannot be started: Too many open files; the next start is in 1.0 s" in caplog.text
 
 
 @virtual_time

@@ -8,12 +8,16 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from integr8s_idem.runtime import supervisor_link
 from integr8s_idem.runtime.supervisor_link import SupervisorLink
@@ -37,6 +41,16 @@ class FakeServices:
         self.calls.append("stop")
 
 
+class Yielding(Collector):
+    """A collector of an application."""
+
+    def __init__(self, *metrics: Metric) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
+
+
 class FakeSupervisor:
     """The other end of the socket pair."""
 
@@ -47,12 +61,15 @@ class FakeSupervisor:
         self.link = SupervisorLink(3, inherited.detach(), grace_seconds=0, end_process=self.exits.append)
         self._answers = self.own.makefile("rb")
 
+    async def read(self) -> Any:
+        return json.loads(await asyncio.to_thread(self._answers.readline))
+
     def send(self, line: str) -> None:
         self.own.sendall(f"{line}\n".encode())
 
     async def ask(self, question: str) -> Any:
         self.send(question)
-        return json.loads(await asyncio.to_thread(self._answers.readline))
+        return await self.read()
 
     def die(self) -> None:
         self._answers.close()  # also a reference to the socket
@@ -147,6 +164,65 @@ async def test_a_collector_that_fails_does_not_break_the_link(monkeypatch: pytes
 
     assert metrics["answer"] is None
     assert health["answer"] is not None
+
+
+async def test_numbers_of_any_kind_reach_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus accepts all that `float` does, such as decimals and the numbers of NumPy."""
+    registry = CollectorRegistry()
+    registry.register(Yielding(GaugeMetricFamily("balance", "Balance.", value=Decimal("1.5"))))  # type: ignore[arg-type]
+    monkeypatch.setattr(supervisor_link, "REGISTRY", registry)
+    async with linked(FakeServices()) as supervisor:
+        metrics = await supervisor.ask("metrics")
+
+    assert metrics["answer"] == [["balance", "Balance.", "gauge", "", [["balance", {}, 1.5]]]]
+
+
+async def test_metrics_that_cannot_be_sent_do_not_break_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_link, "plain_families", lambda _: [object()])
+    services = FakeServices()
+    async with linked(services) as supervisor:
+        metrics = await supervisor.ask("metrics")
+        supervisor.send("drain")
+        await eventually(lambda: services.calls == ["drain"])
+
+    assert metrics["answer"] is None
+
+
+async def test_a_worker_announces_once_that_it_is_ready() -> None:
+    async with linked(FakeServices()) as supervisor:
+        for _ in range(2):
+            supervisor.link.announce_ready()
+        lines = [await supervisor.read(), await supervisor.ask("health")]
+
+    assert lines[0] == {"ready": True}
+    assert lines[1]["question"] == "health"
+
+
+async def test_an_announcement_does_not_fail_if_the_supervisor_is_dead() -> None:
+    services = FakeServices()
+    async with linked(services) as supervisor:
+        supervisor.die()
+        await eventually(lambda: supervisor.exits == [1])
+        supervisor.link.announce_ready()
+
+
+@pytest.mark.parametrize(("order", "exits"), [("stop", [1]), ("drain", [])])
+def test_an_order_to_stop_ends_a_process_that_waits_for_threads_without_an_event_loop(
+    order: str, exits: list[int]
+) -> None:
+    supervisor = FakeSupervisor()
+
+    async def ends() -> None:
+        with supervisor.link.attached(FakeServices()):
+            pass
+
+    asyncio.run(ends())
+    supervisor.link.start()
+    supervisor.send(order)
+    health, found = asyncio.run(supervisor.ask("health")), list(supervisor.exits)
+    supervisor.die()
+
+    assert (found, health["answer"]) == (exits, None)
 
 
 def test_children_of_handlers_do_not_inherit_the_link() -> None:

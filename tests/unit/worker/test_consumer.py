@@ -505,3 +505,20 @@ async def test_a_worker_that_waits_for_its_store_stays_live(
         await worker.until(lambda: worker.worker.health().ready)
 
     assert (waiting.live, waiting.ready) == (True, False)
+
+
+@virtual_time
+async def test_the_first_poll_is_reported_once_before_any_event_is_handled() -> None:
+    """A supervisor must know that a worker was ready, even if the first event kills it."""
+    broker, noted = FakeBroker(), list[str]()
+    broker.publish(OrderPlaced(order_id="1"))
+
+    async def handle(event: OrderPlaced) -> None:
+        noted.append(event.order_id)
+
+    async with running(dispatcher_of(handle), broker, on_first_poll=lambda: noted.append("polled")) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 1)
+        broker.publish(OrderPlaced(order_id="2"))
+        await worker.until(lambda: broker.committed.get(TOPIC) == 2)
+
+    assert noted == ["polled", "1", "2"]
