@@ -82,11 +82,9 @@ def latest_tables(results: Results) -> dict[str, str]:
     return {
         "figures": _table(
             ["figure", "meaning", "target", "measured", "by CPU", "this library", "partner"],
-            [[f"`{key}`", target.meaning, "" if key in dropped else target, _latest(results, key), _optional(results, f"{key}.cpu_ratio"),
-              _duration(results, f"{key}.us"), _duration(results, f"{key}.partner_us")]
+            [[f"`{key}`", target.meaning, "" if key in dropped else target, _latest(results, key), *_costs(results, key)]
              for key, target in TARGETS.items() if key in results]
-            + [[f"`{key}`", meaning, "", _spread_of(results, key), _optional(results, f"{key}.cpu_ratio"),
-                _duration(results, f"{key}.us"), _duration(results, f"{key}.partner_us")]
+            + [[f"`{key}`", meaning, "", _spread_of(results, key), *_costs(results, key)]
                for key, meaning in RATIOS.items() if key in results],
             text_columns=2,
         ) + _limits(results),
@@ -136,6 +134,11 @@ def _times_by_contest(results: Results, contestant: str) -> str:
             case ["contest", contest, name, "us"] if name == contestant:
                 found.append(f"`{contest}` {_time(value)} ({_time(results[f'contest.{contest}.{name}.cpu_us'])})")
     return "; ".join(found)
+
+
+def _costs(results: Results, key: str) -> list[str]:
+    times = [_duration(results, f"{key}.{whose}") for whose in ("us", "partner_us")]
+    return [_optional(results, f"{key}.cpu_ratio"), *times]
 
 
 def _latest(results: Results, key: str) -> str:
