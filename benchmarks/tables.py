@@ -77,12 +77,13 @@ def tables(results: Results) -> dict[str, str]:
 
 def latest_tables(results: Results) -> dict[str, str]:
     """Format the figures and their contestants, by the names of their markers."""
-    dropped = [key for key in missed(results) if TARGETS[key].limit]
+    missed_keys = missed(results)
+    bounds = {key: target for key, target in TARGETS.items() if not (target.limit and key in missed_keys)}
     meanings = {**RATIOS, **{key: target.meaning for key, target in TARGETS.items()}}
     return {
         "figures": _table(
             ["figure", "meaning", "target", "measured", "by CPU", "this library", "partner"],
-            [[f"`{key}`", target.meaning, "" if key in dropped else target, _latest(results, key), *_costs(results, key)]
+            [[f"`{key}`", target.meaning, bounds.get(key, ""), _latest(results, key), *_costs(results, key)]
              for key, target in TARGETS.items() if key in results]
             + [[f"`{key}`", meaning, "", _spread_of(results, key), *_costs(results, key)]
                for key, meaning in RATIOS.items() if key in results],
