@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from datetime import timedelta
 from random import Random
@@ -129,3 +130,28 @@ def test_objects_of_other_classes_are_left_to_python() -> None:
     for wrong in (None, 7, object(), "x"):
         native.must_agree("requests", lambda wrong=wrong: batch_codec.encode_requests([wrong]), wrong)  # type: ignore[misc]
         native.must_agree("completions", lambda wrong=wrong: batch_codec.encode_completions([wrong]), wrong)  # type: ignore[misc]
+
+
+def test_no_reference_is_leaked_or_lost() -> None:
+    event = native.Shipped(order_id="a", note="b")
+    work = native.Work(keys.Key(":k", "k"), b"f" * 16, SECOND)
+    shared = (SECOND, 10 * SECOND, native.Shipped, keys.Key, ReserveRequest, Reserved, Completion, event, work.key)
+
+    def use_all() -> None:
+        keys.KeyResolver().resolve("ship", event)
+        native._NATIVE._find(wire.encode_event(event))
+        [request] = native._CLIENT.requests([native.Work(work.key, work.fingerprint, SECOND)])
+        batch_codec.encode_requests([request, request])
+        verdicts = batch_codec.verdicts_of([request, request], [10**15, 0, 0])
+        completions = [
+            Completion(reservation=verdict, ttl=SECOND) for verdict in verdicts if isinstance(verdict, Reserved)
+        ]
+        assert len(batch_codec.encode_completions(completions)) == 2
+
+    use_all()
+    before = [sys.getrefcount(each) for each in shared]
+    for _ in range(1_000):
+        use_all()
+
+    # Classes may be referenced by a few more caches.
+    assert [sys.getrefcount(each) for each in shared] == pytest.approx(before, abs=20)
