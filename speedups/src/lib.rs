@@ -3,6 +3,7 @@
 //! Each function handles the common case, and otherwise returns `None` or calls Python: errors, and the handling of
 //! unusual values, exist once, in Python. `integr8s_idem._util.speedups` loads this module.
 
+mod commands;
 mod events;
 mod json;
 mod keys;
@@ -20,6 +21,7 @@ fn integr8s_idem_speedups(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("INTERFACE", INTERFACE)?;
     module.add_class::<events::EventClasses>()?;
+    module.add_function(wrap_pyfunction!(commands::pack_call, module)?)?;
     module.add_class::<keys::KeyMaker>()?;
     module.add_class::<requests::RequestMaker>()?;
     module.add_class::<redis::RedisCodec>()

@@ -8,6 +8,7 @@ from datetime import timedelta
 from random import Random
 from typing import Any
 
+import hiredis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from integr8s_idem import events as wire
 from integr8s_idem import keys
 from integr8s_idem._util import speedups
+from integr8s_idem.engine.work import Work
 from integr8s_idem.errors import UndecodableEventError
 from integr8s_idem.records import Completion, Reserved, ReserveRequest, StoredResult
 from integr8s_idem.stores.redis import batch_codec, codec
@@ -35,7 +37,7 @@ def test_no_fuzzed_input_tells_native_and_python_code_apart() -> None:
 
     assert figures["inputs"] == native.CAMPAIGN.at_least
     assert figures["bodies_accepted"] > 1_000
-    for kind in ("keys", "requests", "completions", "verdicts", "works"):
+    for kind in ("keys", "requests", "completions", "verdicts", "works", "commands"):
         assert figures[kind] == native.CAMPAIGN.in_test, kind
 
 
@@ -48,6 +50,7 @@ def test_no_fuzzed_input_tells_native_and_python_code_apart() -> None:
         (codec, "crc32", lambda data: zlib.crc32(data) ^ 1),
         (codec, "encode_life", lambda duration: b"123456"),
         (batch_codec, "ABSENT", 3),
+        (hiredis, "pack_command", lambda command: b"*0"),
     ],
 )
 def test_a_difference_is_found_within_300_runs(
@@ -134,13 +137,13 @@ def test_objects_of_other_classes_are_left_to_python() -> None:
 
 def test_no_reference_is_leaked_or_lost() -> None:
     event = native.Shipped(order_id="a", note="b")
-    work = native.Work(keys.Key(":k", "k"), b"f" * 16, SECOND)
+    work = Work(keys.Key(":k", "k"), b"f" * 16, SECOND)
     shared = (SECOND, 10 * SECOND, native.Shipped, keys.Key, ReserveRequest, Reserved, Completion, event, work.key)
 
     def use_all() -> None:
         keys.KeyResolver().resolve("ship", event)
         native._NATIVE._find(wire.encode_event(event))
-        [request] = native._CLIENT.requests([native.Work(work.key, work.fingerprint, SECOND)])
+        [request] = native._CLIENT.requests([Work(work.key, work.fingerprint, SECOND)])
         batch_codec.encode_requests([request, request])
         verdicts = batch_codec.verdicts_of([request, request], [10**15, 0, 0])
         completions = [
