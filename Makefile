@@ -13,7 +13,7 @@ MARIADB_FILES := **/bin/mariadbd,**/bin/my_print_defaults,**/bin/resolveip,**/sc
 LOWEST := .cache/lowest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-lowest faults matrix reference docs bench check fix setup kafka dynamodb mariadb wheel clean
+.PHONY: help demo test test-quick test-lowest faults matrix reference docs bench check fix setup speedups kafka dynamodb mariadb wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -27,6 +27,11 @@ $(SETUP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --group docs --group bench --editable '.[all]'
 	@touch $@
+
+speedups: $(SETUP)  ## the native code of speedups/, built and installed here; needs cargo
+	@command -v cargo >/dev/null || { echo "building the native code needs Rust 1.83 or newer, with cargo on the PATH"; exit 1; }
+	@cd speedups && CARGO_TARGET_DIR=$(CURDIR)/.cache/speedups ../$(BIN)/python -m pip install --quiet --force-reinstall --no-deps .
+	@$(BIN)/python -c 'from integr8s_idem._util.speedups import LOADED; print(LOADED.description)'
 
 kafka: $(KAFKA)  ## the jars of a real Apache Kafka, for the tests
 

@@ -30,6 +30,8 @@ class Code(str, Enum):
     SETTINGS_MISTAKE = "settings-mistake"
     SETTINGS_WARNING = "settings-warning"
     APPLICATION_BROKEN = "application-broken"
+    SPEEDUPS_SEEN = "speedups-seen"
+    SPEEDUPS_UNUSABLE = "speedups-unusable"
 
     STORE_SEEN = "store-seen"
     STORE_UNAVAILABLE = "store-unavailable"

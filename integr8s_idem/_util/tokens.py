@@ -22,6 +22,11 @@ def new_token() -> bytes:
     return token
 
 
+def new_tokens(count: int) -> bytes:
+    """Return that many tokens, one after the other."""
+    return os.urandom(TOKEN_BYTES * count)
+
+
 def _forget() -> None:
     global _drawn
     _drawn = iter(())

@@ -138,6 +138,9 @@ def _width(table: Table, width: int) -> int:
 
 
 def _reasons(snapshot: FleetSnapshot) -> Iterator[Text]:
+    native_code = {row.worker: row.native_code for row in snapshot.rows if row.native_code is not None}
+    if native_code:
+        yield Text(f"native code is used by {sum(native_code.values())} of {len(native_code)} workers", style="dim")
     for worker in snapshot.workers:
         if not worker.is_up:
             yield Text(printable(f"{worker.worker} down: {worker.reason}"), style=_FAILING)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from integr8s_idem._util import speedups
 from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.urls import redacted
 from integr8s_idem.diagnostics import Code, Finding, Severity
@@ -14,6 +15,7 @@ from integr8s_idem.doctor.application_checks import ApplicationReport, check_app
 from integr8s_idem.doctor.broker_checks import check_brokers
 from integr8s_idem.doctor.check_runner import findings_of
 from integr8s_idem.doctor.remedies import mistake_remedy, warning_remedy
+from integr8s_idem.doctor.speedups_check import check_speedups
 from integr8s_idem.doctor.store_checks import OUTBOX, STORE, check_store
 from integr8s_idem.embedded.discovery import load_embedded_settings
 from integr8s_idem.errors import SettingsError, SettingsMistake
@@ -85,7 +87,8 @@ async def examine(examination: Examination, *, now: Callable[[], float] = time.t
         for warning in settings_warnings(settings, examination.services)
         if warning.path not in checked_by_brokers
     ]
-    hidden = [_without_secrets(finding, list(_secrets(settings))) for finding in (*warnings, *_deduplicated(found))]
+    all_found = (*warnings, *_deduplicated(found), check_speedups(speedups.LOADED))
+    hidden = [_without_secrets(finding, list(_secrets(settings))) for finding in all_found]
     return sorted(dict.fromkeys(hidden), key=lambda finding: list(Severity).index(finding.severity))
 
 

@@ -307,7 +307,7 @@ class Executor(RunServices):
             StoreError: The store did not answer; nothing was done.
         """
         with self.observer.together(Phase.RESERVE, [work.event_type for work in works]):
-            verdicts = await self.client.reserve_together(list(map(self.client.request, works)))
+            verdicts = await self.client.reserve_together(self.client.requests(works))
         for work, verdict in zip(works, verdicts, strict=True):
             self._count_verdict(work, verdict)
         return verdicts

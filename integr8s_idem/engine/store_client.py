@@ -20,6 +20,7 @@ from integr8s_idem.config.message_text import text_of
 from integr8s_idem.config.urls import redacted
 from integr8s_idem.engine.coalescer import Coalescer
 from integr8s_idem.engine.fork_guard import ForkGuard
+from integr8s_idem.engine.request_batches import batch_maker, retention_rule
 from integr8s_idem.engine.results import NOT_KEPT, encode_result
 from integr8s_idem.engine.work import Isolation, WaitForStore, Work
 from integr8s_idem.errors import (
@@ -58,9 +59,6 @@ LONGEST_PAUSE: Final = 1.0
 AT_ONCE: Final = timedelta(milliseconds=1)
 """The ttl of outcomes that are not kept: they expire before the next request."""
 
-RETENTION_IN_LEASES: Final = 10
-"""An unsettled record is kept for at least this many leases, so that the attempts of a crashing event are counted."""
-
 
 class StoreClient:
     """Reserves and settles keys for one manager."""
@@ -74,9 +72,9 @@ class StoreClient:
         self._owner = owner
         # Read for every event; the settings compute them on each access.
         self._lease, self._default_ttl = config.lease, config.ttl
-        self._longest_unsettled = RETENTION_IN_LEASES * self._lease
-        self._retention = max(self._default_ttl, self._longest_unsettled)
+        self._retention_of = retention_rule(self._default_ttl, self._lease)
         self.space = KeySpace(config.key_prefix, scope, config.hash_keys)
+        self._make_requests = batch_maker(self.request, self.space, self._lease, owner, self._retention_of)
         self._repository = repository
         self._reservations = Coalescer(repository.reserve, abandoned=self._release_abandoned)
         self._completions = Coalescer(repository.complete)
@@ -100,12 +98,17 @@ class StoreClient:
             key=self.space.full(work.key),
             token=work.token_for_reserve(),
             lease=self._lease,
-            retention=self._retention if work.ttl is None else max(work.ttl, self._longest_unsettled),
+            retention=self._retention_of(work.ttl),
             fingerprint=work.fingerprint,
             owner=self._owner,
             trace=trace,
             alone=work.isolation is Isolation.ALONE,
         )
+
+    def requests(self, works: Sequence[Work]) -> list[ReserveRequest]:
+        """Make the reservation requests for `works`, without traces.  Raises an error like `request`."""
+        self.home.check()
+        return self._make_requests(works)
 
     def unmark_later(self, work: Work, reserved: Reserved) -> None:
         """Clear the mark of an isolated attempt in the record, in the background."""

@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import hashlib
 import re
+import string
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
+from integr8s_idem._util import speedups
 from integr8s_idem._util.escaping import printable
 from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.keys.fingerprints import content_hash, fingerprint_of
+from integr8s_idem.keys.fingerprints import content_hash, fingerprint_of, plain_names
 
 MAX_KEY_LENGTH: Final = 255
 """Longest full key, in bytes: short enough for the index of every store, long enough to stay readable."""
@@ -226,6 +228,13 @@ class KeyResolver:
             InvalidKeyError: No key can be made of the event.
         """
         if self.strategy is KeyStrategy.EVENT_BASED:
+            if (
+                speedups.native is not None
+                and (maker := _key_maker(handler, type(event), event.event_type)) is not None
+            ):
+                made: KeyedWork | None = maker.make(event, generation)
+                if made is not None:
+                    return made
             key = Key.of_event(handler, event.event_type, "id", event.event_id, generation=generation)
             return KeyedWork(key, fingerprint_of(event))
         if self.strategy is KeyStrategy.CONTENT_HASH:
@@ -285,6 +294,24 @@ def _escapes(safe: str) -> dict[int, str]:
 def _key_prefix(handler: str, event_type: str, how: str) -> str:
     """Return the common prefix of the keys of one handler for one event type."""
     return ":".join(map(escaped, (handler, event_type, how, "")))
+
+
+@lru_cache(maxsize=1024)
+def _key_maker(handler: str, event: type[BaseEvent], event_type: str) -> Any | None:
+    """Return the native code that makes the keys of a class of events; `None` if its payload or type is not plain."""
+    names, label = plain_names(event), f"{event_type}:"
+    has_own_attributes = event.__getattribute__ is not object.__getattribute__ or hasattr(event, "event_id")
+    if speedups.native is None or not names or has_own_attributes or not (label.isascii() and label.isprintable()):
+        return None
+    return speedups.native.KeyMaker(
+        Key,
+        KeyedWork,
+        prefix=_key_prefix(handler, event_type, "id"),
+        label=label,
+        longest_label=LONGEST_LABEL,
+        safe=string.ascii_letters + string.digits + _SAFE,
+        names=names,
+    )
 
 
 @lru_cache(maxsize=1024)

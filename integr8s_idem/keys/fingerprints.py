@@ -38,7 +38,7 @@ def content_hash(event: BaseEvent, fields: Iterable[str] | None = None) -> str:
 
 def fingerprint_of(event: BaseEvent) -> bytes:
     """Return the fingerprint of the payload: `FINGERPRINT_BYTES` of a SHA-256."""
-    names = _plain_names(type(event))
+    names = plain_names(type(event))
     if names:
         try:
             plain = pydantic_core.to_json(_plain_payload(event.__dict__, names))
@@ -66,7 +66,7 @@ def _plain_payload(values: Mapping[str, Any], names: Iterable[str]) -> dict[str,
 
 
 @lru_cache(maxsize=1_024)
-def _plain_names(event: type[BaseEvent]) -> tuple[str, ...]:
+def plain_names(event: type[BaseEvent]) -> tuple[str, ...]:
     """Return the fields of a payload in canonical order if pydantic dumps them unchanged, else no fields.
 
     The fields of such a class are strings, integers, booleans or `None`, without custom serializers.  Their

@@ -85,6 +85,8 @@ class ServiceRow:
     reason: str = ""
     figures: Figures | None = None
     """`None` while the worker does not answer."""
+    native_code: bool | None = None
+    """Whether the worker uses native code; `None` if it does not say."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,9 @@ class _Worker:
             int(lag),
             is_growing,
         )
-        return ServiceRow(service, self._name, state, reason, figures)
+        native_code = metrics.levels.get(Gauge.NATIVE_CODE)
+        uses_native_code = None if native_code is None else bool(native_code)
+        return ServiceRow(service, self._name, state, reason, figures, uses_native_code)
 
 
 def _state(service: str, now: Scrape) -> tuple[str, str]:
@@ -286,6 +290,7 @@ def _worker_json(worker: WorkerSnapshot) -> dict[str, Any]:
             "service": row.service,
             "state": row.state,
             "reason": row.reason,
+            "native_code": row.native_code,
             **(row.figures.as_json() if row.figures is not None else {}),
         }
         for row in worker.rows

@@ -79,6 +79,7 @@ class Gauge(str, Enum):
     STORE_UP = "idempotency_store_up"
     OUTBOX_WAITING = "idempotency_outbox_waiting"
     EVENT_LOOP_LAG = "idempotency_event_loop_lag_seconds"
+    NATIVE_CODE = "idempotency_native_code"
 
 
 class Span(Protocol):

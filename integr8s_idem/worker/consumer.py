@@ -17,6 +17,7 @@ from typing import Any, Final
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
 from aiokafka.errors import KafkaError
 
+from integr8s_idem._util import speedups
 from integr8s_idem.codecs import Codec, IdFromHeader, codec_of
 from integr8s_idem.config import KafkaSettings, ReplaySettings, ServiceSettings
 from integr8s_idem.errors import ApplicationError, BrokerUnavailableError, StoreUnavailableError
@@ -459,6 +460,7 @@ class ServiceWorker:
 
     async def _measure_loop(self, consumer: Consumer) -> None:
         loop = asyncio.get_running_loop()
+        self.observer.measure(Gauge.NATIVE_CODE, speedups.native is not None)
         while True:
             due = loop.time() + 1.0
             await asyncio.sleep(1.0)

@@ -20,6 +20,7 @@ MODULES: Final = (
     "tests.crashes.serving_points",
     "tests.crashes.random_kills",
     "tests.fuzz.campaign",
+    "tests.fuzz.native",
     "tests.security_fuzz.campaign",
     "tests.kafka_faults.zombies",
     "tests.kafka_faults.store_zombies",

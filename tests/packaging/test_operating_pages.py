@@ -101,7 +101,7 @@ def test_every_column_of_top_is_documented() -> None:
     (table,) = re.findall(r"^\| column \| in JSON .*?(?=\n\n)", WATCH, re.MULTILINE | re.DOTALL)
     named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[2])}
 
-    assert named == {"state", *Figures().as_json()}
+    assert named == {"state", "native_code", *Figures().as_json()}
 
 
 @pytest.mark.parametrize(("command", "page"), [("top", WATCH), ("graph", DRAW)])

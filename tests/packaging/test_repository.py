@@ -40,7 +40,9 @@ def requirements() -> list[Requirement]:
     """Return the requirements in pyproject.toml: runtime, extras, development, benchmarks and build."""
     project = PROJECT["project"]
     groups = PROJECT["dependency-groups"].values()
-    lists = [project["dependencies"], *project["optional-dependencies"].values(), *groups]
+    # The extra `speedups` names a distribution of this repository.
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name != "speedups"}
+    lists = [project["dependencies"], *extras.values(), *groups]
     return [Requirement(line) for line in sum(lists, start=list(PROJECT["build-system"]["requires"]))]
 
 

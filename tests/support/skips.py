@@ -23,6 +23,7 @@ EXPECTED: Final = (
     Skip("no chromedriver", "apt-get install chromium-driver"),
     Skip("no prometheus", "apt-get install prometheus"),
     Skip("no promtool", "apt-get install prometheus"),
+    Skip("run `make speedups`", "make speedups, with Rust 1.83 or newer"),
     Skip("no kubectl", "install kubectl 1.21 or newer"),
     Skip("root alone can become another user", "run the tests as root"),
     Skip("this store cannot hold an unreadable record"),  # its records are objects, not bytes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ConfigDict, Field, PlainSerializer, computed_field, field_serializer, model_serializer
 
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.keys.fingerprints import _plain_names, canonical_json, fingerprint, fingerprint_of, payload_of
+from integr8s_idem.keys.fingerprints import canonical_json, fingerprint, fingerprint_of, payload_of, plain_names
 
 
 class Plain(BaseEvent):
@@ -52,7 +52,7 @@ def test_plain_payloads_have_the_same_fingerprint_on_the_fast_path(
 ) -> None:
     event = PlainAscii(zebra=zebra, count=count, paid=paid, note=note)
 
-    assert _plain_names(PlainAscii) == (
+    assert plain_names(PlainAscii) == (
         "aggregate_id",
         "count",
         "event_type",
@@ -158,5 +158,5 @@ class WithMore(BaseEvent):
     ids=lambda event: type(event).__name__,
 )
 def test_classes_with_custom_serialization_take_the_slow_path(event: BaseEvent) -> None:
-    assert _plain_names(type(event)) == ()
+    assert plain_names(type(event)) == ()
     assert fingerprint_of(event) == slow_fingerprint(event)

@@ -169,7 +169,8 @@ def encode_life(duration: timedelta) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _encode_times(lease: timedelta, retention: timedelta) -> bytes:
+def encode_times(lease: timedelta, retention: timedelta) -> bytes:
+    """Encode how long a reservation holds, and how long its record is kept."""
     lease_ms = milliseconds(lease)
     # If the record expired before its lease, the key could have two owners.
     retention_ms = max(life_ms(retention), lease_ms)
@@ -178,7 +179,7 @@ def _encode_times(lease: timedelta, retention: timedelta) -> bytes:
 
 def encode_reserve(request: ReserveRequest) -> bytes:
     """Encode the argument of `reserve.lua` for one key: lease, retention and request."""
-    return _encode_times(request.lease, request.retention) + encode_request(request)
+    return encode_times(request.lease, request.retention) + encode_request(request)
 
 
 def encode_request(request: ReserveRequest) -> bytes:

@@ -22,17 +22,14 @@ from integr8s_idem.records import (
     Verdict,
 )
 from integr8s_idem.stores import Surveyed
-from integr8s_idem.stores.redis import codec, keyspace, scripts
+from integr8s_idem.stores.redis import batch_codec, codec, keyspace, scripts
+from integr8s_idem.stores.redis.batch_codec import ASK_AGAIN, OTHER_TYPE, OTHER_TYPE_REASON
 from integr8s_idem.stores.redis.batches import MOST_KEYS, slices
 from integr8s_idem.stores.redis.cluster import RedisClusterClient
 from integr8s_idem.stores.redis.errors import guarded
 from integr8s_idem.stores.redis.round_trips import ReplicaWait, send
 from integr8s_idem.stores.redis.servers import Argument, Lazily, OneServer, Servers
 
-_ABSENT: Final = 0
-_OTHER_TYPE: Final = 1
-_ASK_AGAIN: Final = 2
-_OTHER_TYPE_REASON: Final = "the key holds another Redis type"
 _READ_AT_ONCE: Final = 200
 _COMPLETED: Final = bytes((codec.COMPLETED,))
 _FAILED: Final = bytes((codec.FAILED,))
@@ -60,19 +57,14 @@ class RecordsInRedis:
     async def _reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict | None]:
         """Reserve in one round trip; `None` for a request that must be sent again."""
         keys = [request.key for request in requests]
-        arguments = Lazily(codec.encode_reserve, requests)
+        arguments = Lazily(batch_codec.encode_requests, requests)
         with guarded("reserve", self._timeout):
             runs = await self._servers.run(scripts.RESERVE, keys, arguments, wait=self._wait)
         verdicts: list[Verdict | None] = [None] * len(requests)
-        for indexes, (now_us, *answers) in runs:
-            for index, answer in zip(indexes, answers, strict=True):
-                request = requests[index]
-                if answer == _ABSENT:
-                    verdicts[index] = Reserved(
-                        key=request.key, token=request.token, attempt=1, fence=now_us, lease=request.lease
-                    )
-                elif answer != _ASK_AGAIN:
-                    verdicts[index] = _verdict(request, answer, now_us)
+        for indexes, answer in runs:
+            found = batch_codec.verdicts_of([requests[index] for index in indexes], answer)
+            for index, verdict in zip(indexes, found, strict=True):
+                verdicts[index] = verdict
         return verdicts
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
@@ -81,22 +73,17 @@ class RecordsInRedis:
         return await self._write("renew", scripts.RENEW, keys, holders, [codec.milliseconds(lease)])
 
     async def complete(self, completions: Sequence[Completion]) -> list[bool]:
-        outcomes = list(map(codec.encode_completion, completions))
-        return await self._settle("complete", _COMPLETED, completions, outcomes)
+        keys = [completion.reservation.key for completion in completions]
+        arguments = batch_codec.encode_completions(completions)
+        return await self._write("complete", scripts.SETTLE, keys, arguments, [_COMPLETED])
 
     async def fail(self, failures: Sequence[Failure]) -> list[bool]:
-        outcomes = list(map(codec.encode_failure, failures))
-        return await self._settle("fail", _FAILED, failures, outcomes)
-
-    async def _settle(
-        self, operation: str, status: bytes, settled: Sequence[Completion | Failure], outcomes: list[bytes]
-    ) -> list[bool]:
-        keys = [item.reservation.key for item in settled]
+        keys = [failure.reservation.key for failure in failures]
         arguments = [
-            codec.encode_life(item.ttl) + codec.encode_holder(item.reservation) + outcome
-            for item, outcome in zip(settled, outcomes, strict=True)
+            codec.encode_life(failure.ttl) + codec.encode_holder(failure.reservation) + codec.encode_failure(failure)
+            for failure in failures
         ]
-        return await self._write(operation, scripts.SETTLE, keys, arguments, [status])
+        return await self._write("fail", scripts.SETTLE, keys, arguments, [_FAILED])
 
     async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
         keys = [reservation.key for reservation in reservations]
@@ -149,7 +136,7 @@ class RecordsInRedis:
             for positions, (now_us, *found) in runs:
                 for position, raw, life in zip(positions, found[::2], found[1::2], strict=True):
                     index = batch[position]
-                    if raw == _ASK_AGAIN:
+                    if raw == ASK_AGAIN:
                         again.append(index)
                     else:
                         part.append((index, _readable(keys[index], raw, now_us, life)))
@@ -326,17 +313,11 @@ async def _headers(client: Redis, names: list[bytes]) -> list[bytes | Exception]
     return headers
 
 
-def _verdict(request: ReserveRequest, answer: Any, now_us: int) -> Verdict:
-    if answer == _OTHER_TYPE:
-        return Corrupt(key=request.key, reason=_OTHER_TYPE_REASON)
-    return codec.verdict_of(request, answer, now_us)
-
-
 def _readable(key: str, raw: Any, now_us: int, life: int) -> IdempotencyRecord | Corrupt | None:
     if raw is None:
         return None
-    if raw == _OTHER_TYPE:
-        return Corrupt(key=key, reason=_OTHER_TYPE_REASON)
+    if raw == OTHER_TYPE:
+        return Corrupt(key=key, reason=OTHER_TYPE_REASON)
     try:
         return codec.record_of(key, raw, now_us, life)
     except codec.UnreadableError as error:

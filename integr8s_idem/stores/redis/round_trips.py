@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
-from hiredis import pack_command
+import hiredis
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, ResponseError
 
@@ -85,13 +85,17 @@ async def _exchange(pool: Any, commands: Sequence[CommandSource]) -> list[Any]:
             await pool.release(connection)
 
 
+def _pack(command: Command) -> bytes:
+    return command if isinstance(command, bytes) else hiredis.pack_command(command)  # type: ignore[arg-type]  # of any length
+
+
 def _packed(commands: Sequence[CommandSource]) -> bytes | None:
     """Return the bytes of commands, unless there are some to be created while others are executed."""
     if len(commands) == 1:
-        return None if callable(commands[0]) else pack_command(commands[0])  # type: ignore[arg-type]  # of any length
+        return None if callable(commands[0]) else _pack(commands[0])
     if any(map(callable, commands)):
         return None
-    return b"".join(map(pack_command, commands))  # type: ignore[arg-type]  # of any length
+    return b"".join([_pack(command) for command in commands if not callable(command)])
 
 
 async def _send_all(connection: Any, commands: Sequence[CommandSource], loop: asyncio.AbstractEventLoop) -> list[Any]:
@@ -104,10 +108,10 @@ async def _send_all(connection: Any, commands: Sequence[CommandSource], loop: as
 async def _send_by_driver(connection: Any, commands: Sequence[CommandSource]) -> list[Any]:
     for command in commands:
         if callable(command):
-            await connection.send_packed_command(pack_command(command()))  # type: ignore[arg-type]  # of any length
+            await connection.send_packed_command(_pack(command()))
             await asyncio.sleep(0)  # lets uvloop write
         else:
-            await connection.send_packed_command(pack_command(command))  # type: ignore[arg-type]  # of any length
+            await connection.send_packed_command(_pack(command))
     return [await _answer(connection) for _ in commands]
 
 

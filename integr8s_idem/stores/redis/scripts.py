@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Final
 
+from integr8s_idem._util import speedups
+
 LOADS: Final = 3
 """Attempts to load a script for one call before giving up on a server that does not keep it."""
 
@@ -35,9 +37,14 @@ MARK: Final = _script("mark")
 SEEN: Final = _script("seen")
 SCRIPTS: Final = (RESERVE, SETTLE, RENEW, RELEASE, READ, MARK, SEEN)
 
-Command = tuple[str | bytes | int, ...]
-"""A command as sent to the server."""
+Command = tuple[str | bytes | int, ...] | bytes
+"""A command, in parts or packed."""
 
 
 def command_of(script: Script, keys: Sequence[str], args: Sequence[bytes | int]) -> Command:
+    """Return the call of a script."""
+    if speedups.native is not None:
+        packed: bytes | None = speedups.native.pack_call(script.sha, keys, args)
+        if packed is not None:
+            return packed
     return ("EVALSHA", script.sha, len(keys), *keys, *args)

@@ -22,9 +22,9 @@ AT_ONCE: Final = 125
 
 
 class Lazily(Sequence[T_co]):
-    """A sequence of arguments that are encoded when they are sent."""
+    """A sequence of arguments that are encoded when they are sent, many at once."""
 
-    def __init__(self, encode: Callable[[Any], T_co], items: Sequence[Any]) -> None:
+    def __init__(self, encode: Callable[[Sequence[Any]], list[T_co]], items: Sequence[Any]) -> None:
         self._encode = encode
         self._items = items
 
@@ -39,8 +39,8 @@ class Lazily(Sequence[T_co]):
 
     def __getitem__(self, index: int | slice) -> T_co | list[T_co]:
         if isinstance(index, slice):
-            return list(map(self._encode, self._items[index]))
-        return self._encode(self._items[index])
+            return self._encode(self._items[index])
+        return self._encode((self._items[index],))[0]
 
 
 class Answered(NamedTuple):

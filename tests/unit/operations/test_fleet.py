@@ -392,7 +392,9 @@ def test_json_contains_every_number_and_the_errors_by_kind() -> None:
     assert billing["state"] == "ready"
     assert (billing["handled"], billing["handled_per_second"], billing["lag_is_growing"]) == (9, 0.25, True)
     assert (billing["errors"], billing["errors_by_kind"]) == (7, {"handler_failures": 7})
-    assert answer["workers"][3]["services"] == [{"service": "billing", "state": "down", "reason": "connection refused"}]
+    assert answer["workers"][3]["services"] == [
+        {"service": "billing", "state": "down", "reason": "connection refused", "native_code": None}
+    ]
     assert answer["workers"][3]["is_up"] is False
     assert answer["services"]["billing"]["handled"] == answer["total"]["handled"] == 2 * 1_234_567 + 9
 
@@ -401,3 +403,16 @@ def test_what_counts_as_an_error_is_nothing_that_a_healthy_service_does() -> Non
     healthy = {Signal.HANDLED, Signal.DELIVERED, Signal.DUPLICATE_BLOCKED, Signal.RETRY, Signal.DEAD_LETTER}
 
     assert not healthy & set(ERRORS)
+
+
+@pytest.mark.parametrize(("reported", "expected"), [(1, True), (0, False)])
+def test_the_table_and_its_json_say_which_code_workers_use(reported: int, expected: bool) -> None:
+    silent = WorkerSnapshot("old:9464", [ServiceRow("billing", "old:9464", "ready", figures=Figures())])
+    snapshot = FleetSnapshot([_Worker("new:9464").answered(scrape(1.0, native_code=reported)), silent])
+
+    console = Console(file=StringIO(), width=200)
+    console.print(fleet_table(snapshot, 200))
+
+    assert [worker["services"][0]["native_code"] for worker in snapshot.as_json()["workers"]] == [expected, None]
+    assert isinstance(console.file, StringIO)
+    assert f"native code is used by {reported} of 1 workers" in console.file.getvalue()

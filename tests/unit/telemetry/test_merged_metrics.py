@@ -100,6 +100,7 @@ def test_histograms_are_added_bucket_by_bucket() -> None:
         (Gauge.KEYS_ACTIVE, (9, 8), 9),
         (Gauge.OUTBOX_WAITING, (2, 3), 3),
         (Gauge.EVENT_LOOP_LAG, (0.5, 0.1), 0.5),
+        (Gauge.NATIVE_CODE, (1, 0), 0),
     ],
 )
 def test_each_gauge_is_combined_by_its_meaning(gauge: Gauge, values: tuple[float, float], combined: float) -> None:

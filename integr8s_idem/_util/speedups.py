@@ -1,0 +1,57 @@
+"""The native code of the distribution integr8s-idem-speedups, which is used if it is installed.
+
+Python code defines what the library does.  Native code takes over the common case, and returns to Python for
+everything else, so that errors and unusual values are handled in one place.  Modules read `native` for each batch or
+object, so that tests can compare both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any, Final, NamedTuple
+
+DISTRIBUTION: Final = "integr8s-idem-speedups"
+MODULE: Final = "integr8s_idem_speedups"
+INTERFACE: Final = 1
+"""The interface of the module that this version uses."""
+VARIABLE: Final = "INTEGR8S_IDEM_SPEEDUPS"
+"""Environment variable that disables the native code if it is `off`."""
+
+
+class Speedups(NamedTuple):
+    """The native code, or why there is none."""
+
+    native: Any | None
+    """The module."""
+    description: str
+    """What is used, for people."""
+    problem: str = ""
+    """Why the installed module cannot be used; empty if it can, or is not installed."""
+
+
+def load() -> Speedups:
+    """Import the module unless it is disabled."""
+    if os.environ.get(VARIABLE, "").lower() == "off":
+        return Speedups(None, f"Python, since {VARIABLE}=off")
+    try:
+        module = importlib.import_module(MODULE)
+    except ModuleNotFoundError as error:
+        if error.name == MODULE:
+            return Speedups(None, f"Python, since {DISTRIBUTION} is not installed")
+        return _unusable(str(error))
+    except ImportError as error:  # built for another platform
+        return _unusable(str(error))
+    found = getattr(module, "INTERFACE", None)
+    if found != INTERFACE:
+        return _unusable(f"it has interface {found}, but this version of integr8s-idem needs {INTERFACE}")
+    return Speedups(module, f"native, {DISTRIBUTION} {module.__version__}")
+
+
+def _unusable(problem: str) -> Speedups:
+    return Speedups(None, f"Python, since {DISTRIBUTION} cannot be used", problem)
+
+
+LOADED: Final = load()
+native: Any | None = LOADED.native
+"""The module, or `None` if Python code is used."""

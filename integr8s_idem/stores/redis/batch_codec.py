@@ -1,0 +1,75 @@
+"""Encode and decode whole batches, by native code if it is installed.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+from integr8s_idem._util import speedups
+from integr8s_idem.records import Completion, Corrupt, Previous, Reserved, ReserveRequest, StoredResult, Verdict
+from integr8s_idem.stores.redis import codec
+
+ABSENT: Final = 0
+OTHER_TYPE: Final = 1
+ASK_AGAIN: Final = 2
+OTHER_TYPE_REASON: Final = "the key holds another Redis type"
+
+
+@lru_cache(maxsize=2)
+def _codec_of(native: Any) -> Any:
+    return native.RedisCodec(
+        ReserveRequest,
+        Reserved,
+        Completion,
+        StoredResult,
+        Previous.NONE,
+        codec.encode_times,
+        codec.encode_life,
+    )
+
+
+def encode_requests(requests: Sequence[ReserveRequest]) -> list[bytes]:
+    """Encode the argument of `reserve.lua` for each key."""
+    if speedups.native is None:
+        return list(map(codec.encode_reserve, requests))
+    encoded: list[bytes] = _codec_of(speedups.native).encode_requests(list(requests), codec.encode_reserve)
+    return encoded
+
+
+def encode_completions(completions: Sequence[Completion]) -> list[bytes]:
+    """Encode the argument of `settle.lua` for each key."""
+    if speedups.native is None:
+        return list(map(_encode_completion, completions))
+    encoded: list[bytes] = _codec_of(speedups.native).encode_completions(list(completions), _encode_completion)
+    return encoded
+
+
+def _encode_completion(completion: Completion) -> bytes:
+    holder = codec.encode_holder(completion.reservation)
+    return codec.encode_life(completion.ttl) + holder + codec.encode_completion(completion)
+
+
+def verdicts_of(requests: Sequence[ReserveRequest], answer: list[Any]) -> list[Verdict | None]:
+    """Return the verdict on each request, given the answer of `reserve.lua`; `None` if it must be sent again."""
+    if speedups.native is None:
+        now_us, *answers = answer
+        return [
+            Reserved(key=request.key, token=request.token, attempt=1, fence=now_us, lease=request.lease)
+            if each == ABSENT
+            else _verdict(request, each, now_us)
+            for request, each in zip(requests, answers, strict=True)
+        ]
+    verdicts: list[Verdict | None] = _codec_of(speedups.native).verdicts(list(requests), answer)
+    for index, verdict in enumerate(verdicts):
+        if verdict is None:
+            verdicts[index] = _verdict(requests[index], answer[index + 1], answer[0])
+    return verdicts
+
+
+def _verdict(request: ReserveRequest, answer: Any, now_us: int) -> Verdict | None:
+    if answer == ASK_AGAIN:
+        return None
+    if answer == OTHER_TYPE:
+        return Corrupt(key=request.key, reason=OTHER_TYPE_REASON)
+    return codec.verdict_of(request, answer, now_us)

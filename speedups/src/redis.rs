@@ -1,0 +1,221 @@
+//! Arguments of the scripts in Redis, and verdicts, as `integr8s_idem.stores.redis.codec` makes them.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyInt, PyList, PyString, PyTuple, PyType};
+
+use crate::slots::Slots;
+
+const TOKEN_BYTES: usize = 16;
+const FINGERPRINT_BYTES: usize = 16;
+const HAS_FINGERPRINT: u8 = 1;
+const HAS_RESULT: u8 = 4;
+const IS_JSON: u8 = 8;
+const IS_DROPPED: u8 = 16;
+const JSON: &str = "application/json";
+const NULL: &[u8] = b"null";
+
+/// Encodes requests and completions, and makes the verdicts of keys that were absent.
+#[pyclass(frozen)]
+pub struct RedisCodec {
+    request: Slots,
+    reserved: Slots,
+    completion: Slots,
+    result: Slots,
+    no_previous: Py<PyAny>,
+    encode_times: Py<PyAny>,
+    encode_life: Py<PyAny>,
+}
+
+#[pymethods]
+impl RedisCodec {
+    /// The classes, `Previous.NONE`, and the functions that encode lease and retention, and the life of a record.
+    #[new]
+    fn new(
+        request: &Bound<'_, PyType>,
+        reserved: &Bound<'_, PyType>,
+        completion: &Bound<'_, PyType>,
+        result: &Bound<'_, PyType>,
+        no_previous: Py<PyAny>,
+        encode_times: Py<PyAny>,
+        encode_life: Py<PyAny>,
+    ) -> PyResult<Self> {
+        Ok(Self {
+            request: Slots::new(
+                request,
+                &["key", "token", "lease", "retention", "fingerprint", "owner", "trace", "alone"],
+            )?,
+            reserved: Slots::new(
+                reserved,
+                &["key", "token", "attempt", "fence", "lease", "previous", "lapsed", "lapsed_alone"],
+            )?,
+            completion: Slots::new(completion, &["reservation", "ttl", "result", "result_dropped"])?,
+            result: Slots::new(result, &["body", "content_type"])?,
+            no_previous,
+            encode_times,
+            encode_life,
+        })
+    }
+
+    /// Return the argument of `reserve.lua` for each request; `slowly` encodes a request that Python must encode.
+    fn encode_requests<'py>(
+        &self,
+        requests: &Bound<'py, PyList>,
+        slowly: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let mut times = Cached::new(self.encode_times.bind(requests.py()).clone());
+        let mut encoded = Vec::with_capacity(requests.len());
+        for request in requests.iter() {
+            encoded.push(match self.encode_request(&request, &mut times) {
+                Some(bytes) => PyBytes::new(requests.py(), &bytes).into_any(),
+                None => slowly.call1((request,))?,
+            });
+        }
+        Ok(encoded)
+    }
+
+    /// Return the verdict on each request, whose answers follow the time in `answer`; `None` for a key that was not
+    /// absent.
+    fn verdicts<'py>(
+        &self,
+        requests: &Bound<'py, PyList>,
+        answer: &Bound<'py, PyList>,
+    ) -> PyResult<Vec<Option<Bound<'py, PyAny>>>> {
+        let py = requests.py();
+        let fence = answer.get_item(0)?;
+        let (zero, one) = (0_u8.into_pyobject(py)?.into_any(), 1_u8.into_pyobject(py)?.into_any());
+        let previous = self.no_previous.bind(py);
+        let mut verdicts = Vec::with_capacity(answer.len().saturating_sub(1));
+        for (index, one_answer) in answer.iter().skip(1).enumerate() {
+            // Small integers exist once.
+            let request = one_answer.is(&zero).then(|| requests.get_item(index)).transpose()?;
+            let parts = request.and_then(|request| {
+                Some((self.request.get(&request, 0)?, self.request.get(&request, 1)?, self.request.get(&request, 2)?))
+            });
+            verdicts.push(match parts {
+                Some((key, token, lease)) => {
+                    Some(self.reserved.make(py, &[&key, &token, &one, &fence, &lease, previous, &zero, &zero])?)
+                }
+                None => None,
+            });
+        }
+        Ok(verdicts)
+    }
+
+    /// Return the argument of `settle.lua` for each completion; `slowly` encodes one that Python must encode.
+    fn encode_completions<'py>(
+        &self,
+        completions: &Bound<'py, PyList>,
+        slowly: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let mut life = Cached::new(self.encode_life.bind(completions.py()).clone());
+        let mut encoded = Vec::with_capacity(completions.len());
+        for completion in completions.iter() {
+            encoded.push(match self.encode_completion(&completion, &mut life) {
+                Some(bytes) => PyBytes::new(completions.py(), &bytes).into_any(),
+                None => slowly.call1((completion,))?,
+            });
+        }
+        Ok(encoded)
+    }
+}
+
+impl RedisCodec {
+    fn encode_request<'py>(&self, request: &Bound<'py, PyAny>, times: &mut Cached<'py>) -> Option<Vec<u8>> {
+        let get = |slot| self.request.get(request, slot);
+        let (trace, alone) = (get(6)?, get(7)?);
+        if !self.request.describes(request) || !trace.is_none() || alone.is_truthy().ok()? {
+            return None;
+        }
+        let (token, fingerprint, owner) = (get(1)?, get(4)?, get(5)?);
+        let token = bytes_of(&token, TOKEN_BYTES)?;
+        let (flags, fingerprint) = match fingerprint.is_none() {
+            true => (0, &[][..]),
+            false => (HAS_FINGERPRINT, bytes_of(&fingerprint, FINGERPRINT_BYTES)?),
+        };
+        let owner = owner.cast_exact::<PyString>().ok()?.to_str().ok()?.as_bytes();
+        let mut check = crc32fast::Hasher::new();
+        check.update(token);
+        check.update(owner);
+        let mut encoded = Vec::with_capacity(64 + owner.len());
+        encoded.extend_from_slice(times.bytes_for(&[get(2)?, get(3)?])?);
+        encoded.push(flags);
+        encoded.extend_from_slice(fingerprint);
+        encoded.extend_from_slice(&crc32fast::hash(fingerprint).to_be_bytes());
+        encoded.extend_from_slice(&check.finalize().to_be_bytes());
+        encoded.extend_from_slice(token);
+        encoded.extend_from_slice(owner);
+        Some(encoded)
+    }
+
+    fn encode_completion<'py>(&self, completion: &Bound<'py, PyAny>, life: &mut Cached<'py>) -> Option<Vec<u8>> {
+        let get = |slot| self.completion.get(completion, slot);
+        let (reservation, result, dropped) = (get(0)?, get(2)?, get(3)?);
+        if !self.completion.describes(completion) || !self.reserved.describes(&reservation) {
+            return None;
+        }
+        let (token, fence) = (self.reserved.get(&reservation, 1)?, self.reserved.get(&reservation, 3)?);
+        let token = bytes_of(&token, TOKEN_BYTES)?;
+        let fence: u64 = fence.cast_exact::<PyInt>().ok()?.extract().ok()?;
+        let [0, fence @ ..] = fence.to_be_bytes() else {
+            return None;
+        };
+        let mut encoded = Vec::with_capacity(64);
+        encoded.extend_from_slice(life.bytes_for(&[get(1)?])?);
+        encoded.extend_from_slice(&fence);
+        encoded.extend_from_slice(token);
+        let flags = if dropped.is_truthy().ok()? { IS_DROPPED } else { 0 };
+        self.encode_result(&mut encoded, &result, flags)?;
+        Some(encoded)
+    }
+
+    fn encode_result(&self, encoded: &mut Vec<u8>, result: &Bound<'_, PyAny>, flags: u8) -> Option<()> {
+        if result.is_none() {
+            encoded.push(flags);
+            return Some(());
+        }
+        let (body, content_type) = (self.result.get(result, 0)?, self.result.get(result, 1)?);
+        if !self.result.describes(result) || content_type.cast_exact::<PyString>().ok()?.to_str().ok()? != JSON {
+            return None;
+        }
+        let body = body.cast_exact::<PyBytes>().ok()?.as_bytes();
+        if body == NULL {
+            encoded.push(flags | IS_JSON);
+        } else {
+            encoded.push(flags | HAS_RESULT | IS_JSON);
+            encoded.extend_from_slice(&crc32fast::hash(body).to_be_bytes());
+            encoded.extend_from_slice(body);
+        }
+        Some(())
+    }
+}
+
+fn bytes_of<'a>(value: &'a Bound<'_, PyAny>, length: usize) -> Option<&'a [u8]> {
+    let bytes = value.cast_exact::<PyBytes>().ok()?.as_bytes();
+    (bytes.len() == length).then_some(bytes)
+}
+
+/// What a function returned for its last arguments: most of a batch has the same durations.
+struct Cached<'py> {
+    function: Bound<'py, PyAny>,
+    arguments: Vec<Bound<'py, PyAny>>,
+    found: Vec<u8>,
+}
+
+impl<'py> Cached<'py> {
+    fn new(function: Bound<'py, PyAny>) -> Self {
+        Self { function, arguments: Vec::new(), found: Vec::new() }
+    }
+
+    /// Return the bytes for `arguments`; `None` if the function raises an error.
+    fn bytes_for(&mut self, arguments: &[Bound<'py, PyAny>]) -> Option<&[u8]> {
+        let is_known = self.arguments.len() == arguments.len()
+            && self.arguments.iter().zip(arguments).all(|(one, other)| one.is(other));
+        if !is_known {
+            let py = self.function.py();
+            let found = self.function.call1(PyTuple::new(py, arguments).ok()?).ok()?;
+            self.found = found.cast_exact::<PyBytes>().ok()?.as_bytes().to_vec();
+            self.arguments = arguments.to_vec();
+        }
+        Some(&self.found)
+    }
+}
