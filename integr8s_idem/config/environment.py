@@ -28,6 +28,9 @@ from integr8s_idem.errors import SettingsError
 
 SECRETS_DIR: Final = "SECRETS_DIR"
 """Name of the variable with the folder of secrets, without the prefix."""
+SPEEDUPS: Final = "SPEEDUPS"
+"""Name of the variable that disables native code, without the prefix; `_util/speedups.py` reads it at import."""
+_OTHER: Final = frozenset({SECRETS_DIR, SPEEDUPS})
 _DELIMITER: Final = "__"
 _KUBERNETES_LINK: Final = re.compile(r"(.+_)?(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_\d+_(TCP|UDP|SCTP).*)?)")
 """Variables that Kubernetes sets in every pod for a Service whose name starts like the prefix."""
@@ -114,7 +117,7 @@ def _is_setting(name: str, sections: set[str]) -> bool:
     """Return whether a variable with the prefix is a setting, valid or not."""
     if same_name(name.partition(_DELIMITER)[0]) in sections:
         return True
-    return name != SECRETS_DIR and not name.startswith("TEST_") and not _KUBERNETES_LINK.fullmatch(name)
+    return name not in _OTHER and not name.startswith("TEST_") and not _KUBERNETES_LINK.fullmatch(name)
 
 
 def _secret_files(folder: FilePath, prefix: str) -> Iterator[FilePath]:

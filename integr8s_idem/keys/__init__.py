@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import string
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -309,7 +308,7 @@ def _key_maker(handler: str, event: type[BaseEvent], event_type: str) -> Any | N
         prefix=_key_prefix(handler, event_type, "id"),
         label=label,
         longest_label=LONGEST_LABEL,
-        safe=string.ascii_letters + string.digits + _SAFE,
+        safe="".join(character for character in map(chr, range(128)) if escaped(character) == character),
         names=names,
     )
 

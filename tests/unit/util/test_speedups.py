@@ -10,6 +10,7 @@ import pytest
 
 from integr8s_idem._util import speedups
 from integr8s_idem._util.speedups import INTERFACE, MODULE, VARIABLE, load
+from integr8s_idem.config import Settings
 from integr8s_idem.diagnostics import Severity
 from integr8s_idem.doctor.speedups_check import check_speedups
 
@@ -62,6 +63,7 @@ def test_native_code_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "off")
 
     assert load() == (None, "Python, since INTEGR8S_IDEM_SPEEDUPS=off", "")
+    assert Settings() is not None, "the variable is not a setting"
 
 
 def test_native_code_with_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
