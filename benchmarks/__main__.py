@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest.mock import patch
 
 import uvloop
 
@@ -16,6 +18,7 @@ from benchmarks.machine import machine
 from benchmarks.measuring import Flat
 from benchmarks.questions import BENCHMARKS, KEYS, Benchmark
 from benchmarks.rounds import Options, Progress, at_least_one
+from integr8s_idem._util import speedups
 from integr8s_idem.cli.garbage_collection import collect_rarely
 
 
@@ -61,7 +64,9 @@ def previous_results(file: Path, environment: Flat) -> Flat:
 
 async def _run(benchmark: Benchmark, options: Options, progress: Progress) -> Flat:
     collect_rarely()  # as in a worker, for all contestants
-    return await benchmark.measure(options, progress)
+    # Without what only some users install, here and in child processes.
+    with patch.object(speedups, "native", None), patch.dict(os.environ, {speedups.VARIABLE: "off"}):
+        return await benchmark.measure(options, progress)
 
 
 def _sorted(results: Flat) -> str:

@@ -41,7 +41,8 @@ class Finding:
 
     def _status(self) -> str:
         """Describe a figure without a problem."""
-        assert self.now is not None
+        if self.now is None:
+            return f"not measured: needs `{self.target.needs}`"
         if self.target.reached(self.now):
             return "ok"
         if self.target.reached(self.now, margin=_margin(self.target)):
@@ -75,7 +76,7 @@ def _margin(target: Target) -> float:
 
 def _problem(target: Target, now: float | None, before: float | None, rounds: int) -> str:
     if now is None:
-        return "not measured"
+        return "" if target.needs else "not measured"
     if rounds < MIN_ROUNDS:
         return f"has {rounds} rounds, fewer than {MIN_ROUNDS}"
     if before is not None and target.worse(now, before):

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal
+from unittest.mock import patch
 from uuid import uuid4
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
@@ -34,6 +35,7 @@ from integr8s_idem import (
     IdempotencyManager,
     IdempotentEventDispatcher,
 )
+from integr8s_idem._util import speedups
 from integr8s_idem.config import KafkaSettings, ServiceSettings
 from integr8s_idem.events import encode_event, event_headers
 from integr8s_idem.stores import IdempotencyRepository
@@ -50,7 +52,12 @@ KEYS: Final = (
     "kafka_vs_faststream",
     "kafka_vs_faststream_ack",
     "telemetry_on",
+    "kafka_vs_raw_loop_native",
+    "kafka_vs_faststream_native",
+    "speedups",
 )
+NATIVE: Final = speedups.LOADED.native
+"""The native code, which only the contestants that are called so use; `None` if it is not installed."""
 EVENTS: Final = 10_000
 """Number of events in the topic, for turns of a second."""
 PARTITIONS: Final = 8
@@ -359,10 +366,25 @@ def _comparisons(topic: Topic, telemetry: Telemetry) -> list[Comparison]:
         "kafka_vs_faststream_ack": ("idempotent", "faststream_ack"),
         "telemetry_on": ("with_telemetry", "idempotent"),
     }
+    if NATIVE is not None:
+        noop["native"] = with_native_code(topic.idempotent)
+        figures["kafka_vs_raw_loop_native"] = ("native", "raw_loop")
+        figures["kafka_vs_faststream_native"] = ("native", "faststream_ack_first")
+        figures["speedups"] = ("native", "idempotent")
     return [
         Comparison("kafka_noop", noop, figures),
         Comparison("kafka_1ms", one_ms, {"kafka_1ms": ("idempotent", "plain")}),
     ]
+
+
+def with_native_code(turn: Turn) -> Turn:
+    """Use the native code during a turn."""
+
+    async def native(seconds: float) -> Measured:
+        with patch.object(speedups, "native", NATIVE):
+            return await turn(seconds)
+
+    return native
 
 
 @asynccontextmanager

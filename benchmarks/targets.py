@@ -21,6 +21,8 @@ class Target:
     """Known reason why it is missed, if any."""
     noise: float = 0.25
     """Fraction by which two runs of the same code may differ."""
+    needs: str = ""
+    """What must be installed to measure it, if it is optional."""
 
     def reached(self, value: float, *, margin: float = 0.0) -> bool:
         """Whether `value` reaches the target, or misses it by at most the fraction `margin`."""
@@ -33,6 +35,8 @@ class Target:
     def __str__(self) -> str:
         return f"{'≤' if self.at_most else '≥'} {self.bound:g}"
 
+
+_NATIVE: Final = "make speedups"
 
 _TARGETS: Final[Mapping[str, Target]] = {
     "single_fresh_c1": Target("`manager.run`, new keys, one at a time ÷ two redis-py calls", 1.0),
@@ -51,6 +55,12 @@ _TARGETS: Final[Mapping[str, Target]] = {
     ),
     "kafka_vs_raw_loop": Target("idempotent service ÷ a bare aiokafka loop", 0.18),
     "kafka_vs_faststream": Target("idempotent service ÷ FastStream's subscriber, `ACK_FIRST`", 1.5),
+    "kafka_vs_raw_loop_native": Target(
+        "idempotent service with the native code ÷ a bare aiokafka loop", 0.23, needs=_NATIVE
+    ),
+    "kafka_vs_faststream_native": Target(
+        "idempotent service with the native code ÷ FastStream's subscriber, `ACK_FIRST`", 2.0, needs=_NATIVE
+    ),
     "kafka_vs_faststream_ack": Target("idempotent service ÷ FastStream's subscriber, `ACK`", 10),
     "telemetry_on": Target("idempotent service with metrics and spans, 10% sampled ÷ without", 0.8),
     "processes_2": Target(
@@ -73,6 +83,7 @@ _TARGETS: Final[Mapping[str, Target]] = {
 }
 
 RATIOS: Final[Mapping[str, str]] = {
+    "speedups": "idempotent service with the native code ÷ the same service without it",
     "faststream_guarded": "FastStream's subscriber with the guard ÷ the same without it, both `NACK_ON_ERROR`",
     "sql_inbox": "business insert and record with SQLAlchemy Core ÷ the bare driver without a guard",
     "sql_inbox_by_hand": "business insert and record with SQLAlchemy Core ÷ the bare driver with a hand-written inbox",
@@ -126,6 +137,7 @@ GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
         f"{_GUARDED[0]}; offsets are committed after the outcome is recorded; retries, dead letters",
         _EFFECTS,
     ),
+    "native": (f"{_GUARDED[0]}; offsets are committed after the outcome is recorded; retries, dead letters", _EFFECTS),
     "by_partition": (
         "as `idempotent`, and in order within each partition: each handler starts when the outcome of "
         "the previous one is recorded",

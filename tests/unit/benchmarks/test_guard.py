@@ -108,6 +108,15 @@ def test_no_rounds_are_refused() -> None:
         at_least_one("0")
 
 
+def test_a_figure_that_needs_something_optional_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.guard.TARGETS", {"fast": Target("a call", 1.0, needs="make speedups")})
+
+    [found] = findings({}, {"fast": 1.0, "fast.rounds": 5})
+
+    assert found.wrong == ""
+    assert str(found).endswith("  not measured: needs `make speedups`")
+
+
 def test_a_figure_that_is_missing_fails() -> None:
     now = {key: value for key, value in REACHED.items() if key != "growth_2m"}
 
