@@ -39,7 +39,7 @@ def test_every_target_and_ratio_has_a_benchmark() -> None:
     assert sorted(KEYS) == sorted([*TARGETS, *RATIOS])
 
 
-@pytest.mark.parametrize("key", TARGETS)
+@pytest.mark.parametrize("key", [key for key, target in TARGETS.items() if not target.needs])
 def test_every_figure_is_the_median_of_five_rounds_or_more(key: str) -> None:
     results = json.loads(LATEST.read_text(encoding="utf-8"))
 
