@@ -35,9 +35,11 @@ class PipelineTasks:
 
         A `finally` in `work` would not do: it does not run if the task is cancelled before its first step.
         """
-        task = asyncio.get_running_loop().create_task(work, context=context.copy())
+        # `ended` is called in the copy too: it may end phases in `context`, which cannot be entered twice.
+        own = context.copy()
+        task = asyncio.get_running_loop().create_task(work, context=own)
         self._running.add(task)
-        task.add_done_callback(partial(self._ended, ended), context=context)
+        task.add_done_callback(partial(self._ended, ended), context=own)
         return task
 
     def _ended(self, ended: Callable[[asyncio.Task[None]], None], task: asyncio.Task[None]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from integr8s_idem._util.deadlines import GRACE_TURNS
 from integr8s_idem._util.loop_fairness import LONGEST_TURN
 from integr8s_idem.config import OnStoreError
+from integr8s_idem.errors import PermanentError
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.records import Completion, IdempotencyStatus, Reserved
@@ -304,6 +305,23 @@ async def test_recorded_deliveries_have_all_their_phases_in_their_own_span() -> 
 
     assert observer.open == 0
     assert observer.seen.count(Phase.RESERVE) == observer.seen.count(Phase.COMPLETE) == 5
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@virtual_time
+async def test_the_span_of_a_dead_lettered_delivery_ends_when_the_dead_letter_is_written(recorded: bool) -> None:
+    broker, observer = sent(3), Recorded(recorded=recorded)
+    broker.put(TOPIC.topic, b"not an event")
+    here = guarded()
+    here.manager.observer = here.manager.executor.observer = observer
+    depot = Depot(errors={1: [PermanentError("no such address")]})
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert unfinished(worker.worker) == {}
+
+    assert (observer.open, observer.opened) == (0, 3)
+    assert len(broker.values(f"{TOPIC.topic}.dlq")) == 2
 
 
 @virtual_time
