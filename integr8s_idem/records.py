@@ -96,6 +96,8 @@ class Reserved:
     """Number of earlier attempts whose lease ended without an outcome."""
     lapsed_alone: int = 0
     """How many of them ran alone in their process."""
+    trace: TraceLink | None = None
+    """Trace of the previous attempt, if there was one and it was recorded."""
 
 
 @quick

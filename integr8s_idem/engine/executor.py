@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from integr8s_idem._util.loop_fairness import pace_of
@@ -17,6 +17,7 @@ from integr8s_idem.engine.results import repeatable
 from integr8s_idem.engine.run import Returned, Run, RunOptions, RunServices
 from integr8s_idem.engine.store_client import StoreClient
 from integr8s_idem.engine.transactions import OutcomeWriter, run_joined
+from integr8s_idem.engine.verdict_observer import VerdictObserver, describe
 from integr8s_idem.engine.work import (
     Attempt,
     Executed,
@@ -45,7 +46,7 @@ from integr8s_idem.records import (
     Verdict,
 )
 from integr8s_idem.stores import JoinedRepository
-from integr8s_idem.telemetry import Observer, Phase, Signal, Span
+from integr8s_idem.telemetry import Observer, Phase, Relation, Signal
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -69,6 +70,7 @@ class Executor(RunServices):
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop in which a lease was last requested."""
         self._leases = leases
+        self.verdicts = VerdictObserver(observer)
 
     def known_here(
         self, key: Key, fingerprint: bytes | None, event_type: str = "", *, looked: bool = False
@@ -100,15 +102,18 @@ class Executor(RunServices):
             known = self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
             if known is not None:
                 return known
-        asked_at, observer = self.now(), self.observer
+        asked_at = self.now()
         try:
-            with observer.phase(Phase.RESERVE, work.event_type) as span:
-                trace = span.trace()
-                if trace is not None:
-                    span.annotate("idempotency.key", work.key.label)
-                verdict = await self.client.reserve(self.client.request(work, trace))
-                if trace is not None:
-                    _annotate(span, verdict)
+            if work.looks:
+                since = perf_counter()
+                verdict = await self.client.reserve(self.client.request(work))
+                self.verdicts.observe(work, verdict, since)
+            else:
+                with self.observer.phase(Phase.RESERVE, work.event_type) as span:
+                    work.trace = work.trace or span.trace()
+                    verdict = await self.client.reserve(self.client.request(work))
+                    if work.trace is not None:
+                        describe(span, work, verdict)
         except asyncio.CancelledError:
             # The reservation is released under this token, so the next attempt must use another one.
             work.forget_token()
@@ -244,7 +249,19 @@ class Executor(RunServices):
                 (`IdempotencyConflictError`).
             ApplicationError: The work was requested within its own run.
         """
-        began_at, looks = self._leases.now(), 0
+        try:
+            return await self._await_outcome(work, one_pass, on_in_progress, wait_timeout)
+        finally:
+            self.verdicts.end_wait(work)
+
+    async def _await_outcome(
+        self,
+        work: Work,
+        one_pass: Callable[[], Awaitable[P | InProgress]],
+        on_in_progress: OnInProgress,
+        wait_timeout: timedelta | None,
+    ) -> P | InProgress:
+        began_at = self._leases.now()
         while True:
             outcome: P | InProgress = await one_pass()
             if work.forgotten and isinstance(outcome, Completed):
@@ -252,7 +269,7 @@ class Executor(RunServices):
             if not isinstance(outcome, InProgress):
                 return outcome
             if on_in_progress is OnInProgress.SKIP:
-                self.observer.count(Signal.DUPLICATE_BLOCKED)
+                self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
                 return outcome
             self.runs.refuse_to_wait_for_itself(outcome, work)
             label, attempt = work.key.label, outcome.attempt
@@ -262,27 +279,26 @@ class Executor(RunServices):
             left = float("inf") if wait_timeout is None else wait_timeout.total_seconds() - waited
             if wait_timeout is not None and left <= 0:
                 raise IdempotencyConflictError(label, attempt, outcome.retry_after, outcome.owner, wait_timeout)
-            await self.wait_for_change(outcome, at_most=left, looks=looks)
-            looks += 1
+            await self.wait_for_change(work, outcome, at_most=left)
 
-    async def wait_for_change(self, found: InProgress, *, at_most: float = float("inf"), looks: int = 0) -> None:
+    async def wait_for_change(self, work: Work, found: InProgress, *, at_most: float = float("inf")) -> None:
         """Wait before the next check of a key: until its run in this process ends, or for a pause.
 
-        `looks`: number of previous checks; the pauses grow from 50 ms to a second, but not past the end of the lease.
+        The pauses grow from 50 ms to a second, but not past the end of the lease.
         """
-        seconds, ended = self.next_look(found, looks=looks)
-        with self.observer.phase(Phase.WAIT):
-            if ended is not None:
-                await asyncio.wait({ended}, timeout=min(seconds, at_most))
-            else:
-                await asyncio.sleep(min(seconds, at_most))
+        seconds, ended = self.next_look(work, found)
+        if ended is not None:
+            await asyncio.wait({ended}, timeout=min(seconds, at_most))
+        else:
+            await asyncio.sleep(min(seconds, at_most))
 
-    def next_look(self, found: InProgress, *, looks: int = 0) -> tuple[float, asyncio.Future[None] | None]:
+    def next_look(self, work: Work, found: InProgress) -> tuple[float, asyncio.Future[None] | None]:
         """Return when to check again: the seconds to wait, and a future for the end of the run in this process."""
-        pause = min(FIRST_LOOK * 2 ** min(looks, 10), LONGEST_LOOK, found.retry_after.total_seconds() + 0.01)
+        looks = work.note_look()
+        pause = min(FIRST_LOOK * 2 ** min(looks - 1, 10), LONGEST_LOOK, found.retry_after.total_seconds() + 0.01)
         pause *= random.uniform(0.75, 1.25)  # noqa: S311  # jitter
-        if looks == 0:
-            self.observer.count(Signal.WAITED)
+        if looks == 1:
+            self.observer.count(Signal.WAITED, work.event_type)
         if (running := self.runs.of(found.key)) is not None:
             # The run in this process signals its end, so check the store less often.
             return max(pause, LONGEST_LOOK), running.ended()
@@ -301,13 +317,18 @@ class Executor(RunServices):
         return self._leases.now()
 
     async def reserve_together(self, works: Sequence[Work]) -> list[Verdict]:
-        """Reserve works in one round trip, without a span for each.
+        """Reserve works in one round trip.
 
         Raises:
             StoreError: The store did not answer; nothing was done.
         """
-        with self.observer.together(Phase.RESERVE, [work.event_type for work in works]):
+        since = perf_counter()
+        try:
             verdicts = await self.client.reserve_together(self.client.requests(works))
+        except BaseException as error:
+            self.verdicts.observe_failure(works, error, since)
+            raise
+        self.verdicts.observe_all(works, verdicts, since)
         for work, verdict in zip(works, verdicts, strict=True):
             self._count_verdict(work, verdict)
         return verdicts
@@ -320,11 +341,10 @@ class Executor(RunServices):
         Raises:
             StoreError: The store did not answer; the outcomes may have been recorded.
         """
-        began_at = monotonic()
+        began_at, since = monotonic(), perf_counter()
         try:
-            with self.observer.together(Phase.COMPLETE, [each.run.work.event_type for each in returned]):
-                completions = [each.completion for each in returned if each.completion is not None]
-                written = await self.client.complete_together(completions, shielded=shielded)
+            completions = [each.completion for each in returned if each.completion is not None]
+            written = await self.client.complete_together(completions, shielded=shielded)
         except StoreError:
             raise  # the caller completes them individually
         except BaseException:
@@ -336,6 +356,7 @@ class Executor(RunServices):
                 if self.cache is not None and each.completion is not None:
                     each.run.keep(each.completion, began_at)
                 self.runs.remove(each.run)
+        self.verdicts.observe_completions([each.run.work for each in returned], written, since)
         return written
 
     # Runs in progress.
@@ -359,7 +380,7 @@ class Executor(RunServices):
                 self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
                 with self.observer.phase(Phase.REPLAY, work.event_type) as span:
                     if verdict.trace is not None:
-                        span.link(verdict.trace)
+                        span.link(verdict.trace, Relation.RUN)
             case KeyReused():
                 self.observer.count(Signal.KEY_REUSED, work.event_type)
             case Corrupt():
@@ -388,12 +409,6 @@ class Executor(RunServices):
             work.fence = verdict.fence  # type: ignore[union-attr]
             if verdict.previous is Previous.LAPSED:  # type: ignore[union-attr]
                 self.observer.count(Signal.TAKEOVER, work.event_type)
-
-
-def _annotate(span: Span, verdict: Verdict) -> None:
-    if isinstance(verdict, Reserved):
-        span.annotate("idempotency.attempt", verdict.attempt)
-    span.annotate("idempotency.verdict", type(verdict).__name__)
 
 
 def _writing(

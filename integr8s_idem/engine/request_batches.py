@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final, TypeAlias
 
@@ -49,6 +50,9 @@ def batch_maker(
 
     def make(works: Sequence[Work]) -> list[ReserveRequest]:
         made: list[ReserveRequest] = maker.make(list(works), new_tokens(len(works)), make_one)
+        for index, work in enumerate(works):
+            if work.trace is not None:  # native code makes requests without it
+                made[index] = replace(made[index], trace=work.trace)
         return made
 
     return make

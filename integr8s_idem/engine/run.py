@@ -49,7 +49,7 @@ from integr8s_idem.errors import (
     TransactionAbortedError,
 )
 from integr8s_idem.records import Completed, Completion, Previous, Reserved
-from integr8s_idem.telemetry import Observer, Phase, Signal
+from integr8s_idem.telemetry import Observer, Phase, Signal, conventions
 from integr8s_idem.telemetry.detached_phase import DetachedPhase
 
 T = TypeVar("T")
@@ -174,7 +174,9 @@ class Run(ActiveRun):
         runs.enter(self)
         try:
             try:
-                with services.observer.phase(Phase.HANDLE, work.event_type):
+                with services.observer.phase(Phase.HANDLE, work.event_type) as span:
+                    if work.trace is not None:
+                        span.annotate(conventions.ATTEMPT, attempt.number)
                     try:
                         result: T = await limited(as_coroutine(function(attempt)), lease)
                     finally:

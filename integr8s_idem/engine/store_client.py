@@ -39,7 +39,6 @@ from integr8s_idem.records import (
     Reserved,
     ReserveRequest,
     StoredResult,
-    TraceLink,
     Verdict,
 )
 from integr8s_idem.stores import IdempotencyRepository
@@ -87,7 +86,7 @@ class StoreClient:
 
     # Single calls.
 
-    def request(self, work: Work, trace: TraceLink | None = None) -> ReserveRequest:
+    def request(self, work: Work) -> ReserveRequest:
         """Make the reservation request for `work`.
 
         Raises:
@@ -101,12 +100,12 @@ class StoreClient:
             retention=self._retention_of(work.ttl),
             fingerprint=work.fingerprint,
             owner=self._owner,
-            trace=trace,
+            trace=work.trace,
             alone=work.isolation is Isolation.ALONE,
         )
 
     def requests(self, works: Sequence[Work]) -> list[ReserveRequest]:
-        """Make the reservation requests for `works`, without traces.  Raises an error like `request`."""
+        """Make the reservation requests for `works`.  Raises an error like `request`."""
         self.home.check()
         return self._make_requests(works)
 
@@ -308,7 +307,8 @@ class StoreClient:
 
     def release_later(self, work: Work, reserved: Reserved) -> None:
         """Release the key in the background, because the caller is being cancelled."""
-        self.in_background(self.try_to_release(work, reserved))
+        context = None if work.context is None else work.context.copy()
+        self.in_background(self.try_to_release(work, reserved), context)
 
     def _release_abandoned(self, request: ReserveRequest, verdict: Verdict) -> None:
         """Release a reservation whose caller was cancelled before the answer arrived."""

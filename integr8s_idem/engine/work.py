@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
+from time import perf_counter
 from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 
 from integr8s_idem._util.fast_dataclass import quick
@@ -14,7 +16,16 @@ from integr8s_idem.config import OnFailure, OnKeyReused
 from integr8s_idem.errors import StoreError
 from integr8s_idem.events import Message
 from integr8s_idem.keys import Key, downstream_key, first_generation_key
-from integr8s_idem.records import Completed, Completion, Corrupt, Failed, InProgress, KeyReused, Reserved
+from integr8s_idem.records import (
+    Completed,
+    Completion,
+    Corrupt,
+    Failed,
+    InProgress,
+    KeyReused,
+    Reserved,
+    TraceLink,
+)
 
 T = TypeVar("T")
 
@@ -131,6 +142,21 @@ class Work:
     """The function whose return annotation is the type of the result; unknown if `None`."""
     fence: int = 0
     """Fence of the last reservation, so that it is not counted twice if found again."""
+    context: Context | None = None
+    """Context of the recorded span that it belongs to; `None` if that is the current one, or none is recorded."""
+    trace: TraceLink | None = None
+    """Link to the recorded span of this work, for its record."""
+    looks: int = 0
+    """How many times it was found in progress since `waiting_since`; 0 if it does not wait for another run."""
+    waiting_since: float = 0.0
+    """When it was first found in progress, by `time.perf_counter`."""
+
+    def note_look(self) -> int:
+        """Note that it was found in progress, and waits for the other run; return how many times that has happened."""
+        if not self.looks:
+            self.waiting_since = perf_counter()
+        self.looks += 1
+        return self.looks
 
     def token_for_reserve(self) -> bytes:
         """Return the token that is kept, or a new one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextvars import Context
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,8 @@ class Member:
     outgoing: Outgoing
     run: ActiveRun | None = None
     """Its run; `None` for an unguarded handler."""
+    context: Context = field(default_factory=copy_context)
+    """The context in which the event is handled."""
     end: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The result of the batch for this event, or its error."""
 

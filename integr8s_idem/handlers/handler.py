@@ -58,7 +58,6 @@ from integr8s_idem.handlers.handler_calls import (
 from integr8s_idem.handlers.outgoing import MessageMaker, Outgoing, Publisher
 from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.keys import Key, KeyResolver, KeySpace
-from integr8s_idem.records import InProgress
 from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
 
@@ -123,10 +122,6 @@ class HandlerExecution:
     async def attempt_or_suspect(self, *, wait_for_store: WaitForStore) -> Outcome[Any] | Run:
         """Make an attempt like `attempt`, or return a reserved suspect if `isolate` was called."""
         return await self.attempt(wait_for_store=wait_for_store)
-
-    async def wait(self, found: InProgress, looks: int) -> None:
-        """Wait until another attempt is worthwhile."""
-        raise AssertionError("an unguarded handler is never in progress elsewhere")
 
 
 class GuardedExecution(HandlerExecution):
@@ -212,9 +207,6 @@ class GuardedExecution(HandlerExecution):
     async def _with_writer(self, attempt: Attempt, writer: OutcomeWriter) -> Any:
         return await self.handler.work_with_writer(self.event, attempt, writer)
 
-    async def wait(self, found: InProgress, looks: int) -> None:
-        await self.executor.wait_for_change(found, looks=looks)
-
     async def run(self) -> Any:
         """Return the new or stored result, like `IdempotencyManager.run`; wait for a concurrent duplicate."""
         if self.handler.outbox is not None:
@@ -289,9 +281,9 @@ class EventHandler:
 
     async def _call_batch(self, members: Sequence[Member]) -> Any:
         batch = Batch([member.attempt for member in members], [member.outgoing for member in members])
-        return await self._call(
-            BatchCall([member.event for member in members], batch, [member.run for member in members])
-        )
+        call = BatchCall([member.event for member in members], batch, [member.run for member in members])
+        with self.observer.batch(self.event_type, [member.context for member in members]):
+            return await self._call(call)
 
     def _call(self, call: HandlerCall | BatchCall) -> Coroutine[Any, Any, Any]:
         return self._invoke(call) if self._timeout is None else self._invoke_for(call, self._timeout)

@@ -9,15 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import Context
 from enum import Enum
 from typing import Final, Protocol
 
 from integr8s_idem.records import TraceLink
 
-__all__ = ["SILENT", "Gauge", "Headers", "Observer", "Phase", "Signal", "SilentObserver", "Span", "is_recorded"]
+__all__ = [
+    "SILENT",
+    "DeliveryOutcome",
+    "Gauge",
+    "Headers",
+    "Observer",
+    "Phase",
+    "ReceivedMessage",
+    "Relation",
+    "Signal",
+    "SilentObserver",
+    "Span",
+    "is_recorded",
+]
 
 Headers = Sequence[tuple[str, bytes]]
 """Kafka headers."""
+
+
+class ReceivedMessage(Protocol):
+    """A message as the broker delivered it."""
+
+    @property
+    def topic(self) -> str: ...
+    @property
+    def partition(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def headers(self) -> Headers: ...
 
 
 class Phase(str, Enum):
@@ -30,6 +57,41 @@ class Phase(str, Enum):
     RELEASE = "idempotency.release"
     WAIT = "idempotency.wait"
     REPLAY = "idempotency.replay"
+
+
+class DeliveryOutcome(str, Enum):
+    """How a delivery ended.  The value is the attribute `idempotency.outcome` of its span.
+
+    Of several handlers, the one that ended worst counts: the later in this list, the worse.
+    """
+
+    IGNORED = "ignored"
+    """No handler of this service was to run."""
+    DUPLICATE = "duplicate"
+    """An earlier run had completed; its result was used."""
+    EXECUTED = "executed"
+    IN_PROGRESS = "in_progress"
+    """Another run was in progress, and the policy is to skip the event then."""
+    RELEASED = "released"
+    """Not settled, and will be redelivered: its partition was revoked, or the worker stopped."""
+    LOST_LEASE = "lost_lease"
+    """As released, after a run had lost its lease."""
+    RETRIED = "retried"
+    """As released, after a run had failed."""
+    DEAD_LETTERED = "dead_lettered"
+    UNDECODABLE = "undecodable"
+    """Dead-lettered, because the message is not a valid event."""
+
+
+class Relation(str, Enum):
+    """Why a span is linked to another one.  The value is the attribute `idempotency.relation` of the link."""
+
+    RUN = "run"
+    """The other span is of the run that did the work, whose result a duplicate got."""
+    PREVIOUS_ATTEMPT = "previous_attempt"
+    """The other span is of an earlier attempt at the same work, which ended without an outcome."""
+    MEMBER = "member"
+    """The other span is of a delivery that is a member of this batch."""
 
 
 class Signal(str, Enum):
@@ -85,12 +147,16 @@ class Gauge(str, Enum):
 class Span(Protocol):
     """A running phase."""
 
-    def link(self, trace: TraceLink) -> None:
-        """Link the span to the run that did the work."""
+    def link(self, trace: TraceLink, relation: Relation = Relation.RUN) -> None:
+        """Link the span to another one."""
         ...
 
     def annotate(self, name: str, value: str | int) -> None:
         """Set an attribute of the span.  Never becomes a metric label."""
+        ...
+
+    def fail(self, error: BaseException | str) -> None:
+        """Mark the span as failed; `error` is an exception, or a low-cardinality reason.  The last call counts."""
         ...
 
     def trace(self) -> TraceLink | None:
@@ -101,19 +167,44 @@ class Span(Protocol):
 class Observer(Protocol):
     """Receives telemetry.  Its methods must not raise and must not block."""
 
-    def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
-        """Observe a delivery, from decoding until it is settled or released; `headers` may name the producer's span."""
+    def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
+        """Observe a delivery, from decoding until it is settled or released.
+
+        Args:
+            message: Its headers may name the producer's span.
+            event_type: Empty if the message cannot be decoded.
+            event_id: Empty if the message cannot be decoded.
+        """
         ...
 
-    def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
-        """Observe a phase and its duration; an exception marks it as failed."""
+    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
+        """Observe a phase and its duration; an exception marks it as failed.
+
+        Args:
+            event_type: Empty if it is unknown.
+            since: When it began, by `time.perf_counter`, if that was before this call.
+        """
         ...
 
-    def together(self, phase: Phase, event_types: Sequence[str]) -> AbstractContextManager[object]:
-        """Observe a phase that several deliveries share, none of which is recorded in a span.
+    def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:
+        """Observe a phase that several deliveries have shared, and that ends now.  None is recorded in a span.
 
         Args:
             event_types: The event type of each delivery.
+            since: When it began, by `time.perf_counter`.
+        """
+        ...
+
+    def batch(self, event_type: str, members: Sequence[Context]) -> AbstractContextManager[Span]:
+        """Observe a call of a batch handler; `members` are the contexts in which its events are handled."""
+        ...
+
+    def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
+        """Observe that a message is sent to `topic`, until the broker has confirmed it.
+
+        Args:
+            event_id: Empty if the message is not an event.
+            headers: Those of a message that was made earlier, and belongs to their trace rather than the current one.
         """
         ...
 
@@ -139,10 +230,13 @@ class Observer(Protocol):
 class _SilentSpan:
     __slots__ = ()
 
-    def link(self, trace: TraceLink) -> None:
+    def link(self, trace: TraceLink, relation: Relation = Relation.RUN) -> None:
         """Do nothing."""
 
     def annotate(self, name: str, value: str | int) -> None:
+        """Do nothing."""
+
+    def fail(self, error: BaseException | str) -> None:
         """Do nothing."""
 
     def trace(self) -> TraceLink | None:
@@ -158,13 +252,19 @@ class SilentObserver:
     Observers inherit the methods that they do not need from this class, so that `combined` does not call them.
     """
 
-    def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
+    def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
         return _SILENT_PHASE
 
-    def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
+    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
         return _SILENT_PHASE
 
-    def together(self, phase: Phase, event_types: Sequence[str]) -> AbstractContextManager[object]:
+    def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:
+        """Do nothing."""
+
+    def batch(self, event_type: str, members: Sequence[Context]) -> AbstractContextManager[Span]:
+        return _SILENT_PHASE
+
+    def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
         return _SILENT_PHASE
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
+from contextvars import Context
 from types import TracebackType
 from typing import Final, Protocol
 
@@ -15,6 +16,8 @@ from integr8s_idem.telemetry import (
     Headers,
     Observer,
     Phase,
+    ReceivedMessage,
+    Relation,
     Signal,
     SilentObserver,
     Span,
@@ -51,31 +54,38 @@ class CompositeObserver:
         # `count` is called several times per event, and usually one observer counts: call it directly.
         self.count = self._counting[0] if len(self._counting) == 1 else self._count
 
-    def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
+    def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
         """Observe a delivery."""
         result = _SILENT_PHASE
         for observer in self._observers:
-            opened = observer.processing(event_type, topic, headers)
-            # Usually no span is recorded: then silent observers need no call when the phase ends.
-            if opened is not _SILENT_PHASE:
-                result = opened if result is _SILENT_PHASE else _PairOfPhases(result, opened)
+            result = _paired(result, observer.processing(message, event_type, event_id))
         return result
 
-    def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
+    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
         """Observe a phase."""
         result = _SILENT_PHASE
         for observer in self._observers:
-            opened = observer.phase(phase, event_type)
-            if opened is not _SILENT_PHASE:
-                result = opened if result is _SILENT_PHASE else _PairOfPhases(result, opened)
+            result = _paired(result, observer.phase(phase, event_type, since=since))
         return result
 
-    def together(self, phase: Phase, event_types: Sequence[str]) -> AbstractContextManager[object]:
-        """Observe a phase that several deliveries share."""
-        with ExitStack() as stack:
-            for observer in self._observers:
-                stack.enter_context(observer.together(phase, event_types))
-            return stack.pop_all()
+    def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:
+        """Observe a phase that several deliveries have shared."""
+        for observer in self._observers:
+            observer.shared(phase, event_types, since=since)
+
+    def batch(self, event_type: str, members: Sequence[Context]) -> AbstractContextManager[Span]:
+        """Observe a call of a batch handler."""
+        result = _SILENT_PHASE
+        for observer in self._observers:
+            result = _paired(result, observer.batch(event_type, members))
+        return result
+
+    def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
+        """Observe that a message is sent."""
+        result = _SILENT_PHASE
+        for observer in self._observers:
+            result = _paired(result, observer.sending(topic, event_id, headers))
+        return result
 
     def _count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
         for count in self._counting:
@@ -90,6 +100,13 @@ class CompositeObserver:
         """Let each observer add its trace context."""
         for observer in self._observers:
             observer.inject(headers)
+
+
+def _paired(result: AbstractContextManager[Span], opened: AbstractContextManager[Span]) -> AbstractContextManager[Span]:
+    # Usually no span is recorded: then silent observers need no call when the phase ends.
+    if opened is _SILENT_PHASE:
+        return result
+    return opened if result is _SILENT_PHASE else _PairOfPhases(result, opened)
 
 
 def _overrides_count(observer: Observer) -> bool:
@@ -134,13 +151,17 @@ class _PairOfSpans:
         self._first = first
         self._second = second
 
-    def link(self, trace: TraceLink) -> None:
-        self._first.link(trace)
-        self._second.link(trace)
+    def link(self, trace: TraceLink, relation: Relation = Relation.RUN) -> None:
+        self._first.link(trace, relation)
+        self._second.link(trace, relation)
 
     def annotate(self, name: str, value: str | int) -> None:
         self._first.annotate(name, value)
         self._second.annotate(name, value)
+
+    def fail(self, error: BaseException | str) -> None:
+        self._first.fail(error)
+        self._second.fail(error)
 
     def trace(self) -> TraceLink | None:
         return self._first.trace() or self._second.trace()

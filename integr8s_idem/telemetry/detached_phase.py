@@ -11,13 +11,13 @@ from integr8s_idem.telemetry import Span
 class DetachedPhase:
     """A phase that is open until `end`, and current for code that runs in `context` or in a copy of it."""
 
-    __slots__ = ("_phase", "context")
+    __slots__ = ("_phase", "context", "span")
 
     def __init__(self, phase: AbstractContextManager[Span], context: Context) -> None:
         self._phase = phase
         self.context = context
         # A span must be detached in the context in which it was attached.
-        context.run(phase.__enter__)
+        self.span = context.run(phase.__enter__)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the phase; `error` is the exception that it raised, if any."""

@@ -7,9 +7,12 @@ message without a trace context starts a new trace, independent of the span in w
 
 from __future__ import annotations
 
+import contextvars
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from importlib.metadata import version
 from math import inf
-from time import monotonic
+from time import monotonic, perf_counter, time_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
@@ -21,13 +24,13 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from integr8s_idem.config.message_text import text_of
 from integr8s_idem.config.urls import redacted
 from integr8s_idem.records import TraceLink
-from integr8s_idem.telemetry import SILENT, Headers, Phase, SilentObserver, Span
+from integr8s_idem.telemetry import SILENT, Headers, Phase, ReceivedMessage, Relation, SilentObserver, Span
+from integr8s_idem.telemetry import conventions as names
 
 if TYPE_CHECKING:
     from integr8s_idem.telemetry.sampling import KnownSampling
 
-KEY_ATTRIBUTE: Final = "idempotency.key"
-"""Attribute that is set only if a setting allows it."""
+BATCH_SPAN: Final = "idempotency.handle_batch"
 MAX_TEXT: Final = 1024
 """Maximum characters of an attribute; longer values are truncated."""
 
@@ -37,8 +40,6 @@ _SDK_CHECK_INTERVAL: Final = 0.25
 _SILENT_PHASE: Final = SILENT.phase(Phase.HANDLE)
 _W3C: Final = TraceContextTextMapPropagator()
 _W3C_HEADERS: Final = frozenset({"traceparent", "tracestate"})
-_RUN_LINK: Final = {"idempotency.relation": "run"}
-"""Attributes that distinguish a link to the run that did the work from the link to the producer."""
 
 
 class OpenTelemetryObserver(SilentObserver):
@@ -52,6 +53,8 @@ class OpenTelemetryObserver(SilentObserver):
         tracer_provider: Provider of the tracer; by default, the global one.
         span_keys: Whether spans may contain keys and exception messages, which may contain personal data.
         group: Consumer group; by default, the service's name.
+        client_id: Of the Kafka client.
+        servers: Addresses of the brokers, as `host:port`, separated by commas.  Spans name the first one.
     """
 
     def __init__(
@@ -61,9 +64,26 @@ class OpenTelemetryObserver(SilentObserver):
         tracer_provider: otel.TracerProvider | None = None,
         span_keys: bool = False,
         group: str | None = None,
+        client_id: str = "",
+        servers: str = "",
     ) -> None:
         self._service = _text(service)
-        self._group = _text(group or service)
+        client = _client_attributes(client_id, servers)
+        self._consumer = {
+            names.SYSTEM: "kafka",
+            names.OPERATION_NAME: "process",
+            names.OPERATION_TYPE: "process",
+            names.GROUP: _text(group or service),
+            names.SERVICE: self._service,
+            **client,
+        }
+        self._producer = {
+            names.SYSTEM: "kafka",
+            names.OPERATION_NAME: "send",
+            names.OPERATION_TYPE: "send",
+            names.SERVICE: self._service,
+            **client,
+        }
         self._span_keys = span_keys
         self._tracer: otel.Tracer | None = None
         self._sampling: KnownSampling | None = None
@@ -71,45 +91,98 @@ class OpenTelemetryObserver(SilentObserver):
         if tracer_provider is not None:
             self._adopt(tracer_provider)
 
-    def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
-        """Start the span `process <event type>`, as a child of the producer's span and linked to it."""
+    def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
+        """Start the span `process <topic>`, as a child of the producer's span and linked to it."""
         tracer = self._tracer or self._find_tracer()
         if tracer is None:
             return _SILENT_PHASE
-        carrier = _carrier(headers)
+        carrier = _carrier(message.headers)
         if self._sampling is not None and (unrecorded := self._sampling.delivery(carrier)) is not None:
             return unrecorded
-        event_type = _text(event_type)
         parent = _W3C.extract(carrier, Context())
         producer = otel.get_current_span(parent).get_span_context()
+        topic, partition, offset = _text(message.topic), str(message.partition), message.offset
+        attributes = {
+            **self._consumer,
+            names.DESTINATION: topic,
+            names.PARTITION: partition,
+            names.OFFSET: offset,
+            names.DELIVERY: f"{topic}:{partition}:{offset}",
+        }
+        if event_type:
+            attributes[names.EVENT_TYPE] = _text(event_type)
+        if event_id:
+            attributes[names.MESSAGE_ID] = _text(event_id)
         span = tracer.start_span(
-            f"process {event_type}".rstrip(),
+            f"process {topic}",
             context=parent,
             kind=otel.SpanKind.CONSUMER,
-            attributes={
-                "messaging.system": "kafka",
-                "messaging.operation.name": "process",
-                "messaging.operation.type": "process",
-                "messaging.destination.name": _text(topic),
-                "messaging.consumer.group.name": self._group,
-                "idempotency.service": self._service,
-                "idempotency.event_type": event_type,
-            },
+            attributes=attributes,
             links=[otel.Link(producer)] if producer.is_valid else [],
         )
         return _RecordedPhase(span, self._span_keys)
 
-    def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
+    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
         """Start a span named after `phase`, as a child of the current span."""
         tracer = self._tracer or self._find_tracer()
         if tracer is None:
             return _SILENT_PHASE
         if self._sampling is not None and (unrecorded := self._sampling.phase()) is not None:
             return unrecorded
-        attributes = {"idempotency.service": self._service}
+        attributes = {names.SERVICE: self._service}
         if event_type:
-            attributes["idempotency.event_type"] = _text(event_type)
-        return _RecordedPhase(tracer.start_span(phase.value, attributes=attributes), self._span_keys)
+            attributes[names.EVENT_TYPE] = _text(event_type)
+        start = None if since is None else time_ns() - int((perf_counter() - since) * 1e9)
+        return _RecordedPhase(tracer.start_span(phase.value, attributes=attributes, start_time=start), self._span_keys)
+
+    def batch(self, event_type: str, members: Sequence[contextvars.Context]) -> AbstractContextManager[Span]:
+        """Start a span for a call of a batch handler, as a child of its first member's span, with links to all.
+
+        Members that are not recorded have no link; without any recorded member, there is no span.
+        """
+        tracer = self._tracer or self._find_tracer()
+        if tracer is None:
+            return _SILENT_PHASE
+        spans = [each.run(otel.get_current_span) for each in members]
+        recorded = [span for span in spans if span.is_recording()]
+        if not recorded:
+            return _SILENT_PHASE
+        span = tracer.start_span(
+            BATCH_SPAN,
+            context=otel.set_span_in_context(recorded[0], Context()),
+            attributes={
+                names.SYSTEM: "kafka",
+                names.OPERATION_NAME: "process",
+                names.OPERATION_TYPE: "process",
+                names.SERVICE: self._service,
+                names.EVENT_TYPE: _text(event_type),
+                names.BATCH_SIZE: len(members),
+            },
+            links=[otel.Link(each.get_span_context(), {names.RELATION: Relation.MEMBER.value}) for each in recorded],
+        )
+        return _RecordedPhase(span, self._span_keys)
+
+    def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
+        """Start the span `send <topic>`, as a child of the current span, or of the span in `headers`."""
+        tracer = self._tracer or self._find_tracer()
+        if tracer is None:
+            return _SILENT_PHASE
+        carrier = _carrier(headers)
+        if self._sampling is not None:
+            unrecorded = self._sampling.delivery(carrier) if carrier else self._sampling.phase()
+            if unrecorded is not None:
+                return unrecorded
+        topic = _text(topic)
+        attributes = {**self._producer, names.DESTINATION: topic}
+        if event_id:
+            attributes[names.MESSAGE_ID] = _text(event_id)
+        span = tracer.start_span(
+            f"send {topic}",
+            context=_W3C.extract(carrier, Context()) if carrier else None,
+            kind=otel.SpanKind.PRODUCER,
+            attributes=attributes,
+        )
+        return _RecordedPhase(span, self._span_keys)
 
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
         """Set the context of the current span in `headers`, replacing an existing one."""
@@ -129,7 +202,7 @@ class OpenTelemetryObserver(SilentObserver):
             self._next_sdk_check = monotonic() + _SDK_CHECK_INTERVAL
             return
         self._next_sdk_check = inf
-        tracer = provider.get_tracer("integr8s_idem")
+        tracer = provider.get_tracer("integr8s_idem", version("integr8s-idem"), schema_url=names.SCHEMA_URL)
         # An SDK that is disabled by OTEL_SDK_DISABLED returns this tracer.
         if isinstance(tracer, otel.NoOpTracer):
             return
@@ -167,21 +240,21 @@ class _RecordedPhase:
             self._record(error)
         self._span.end()
 
-    def link(self, trace: TraceLink) -> None:
-        run = otel.SpanContext(
-            trace_id=int.from_bytes(trace.trace_id),
-            span_id=int.from_bytes(trace.span_id),
-            is_remote=True,
-            # Only recorded runs have trace links.
-            trace_flags=otel.TraceFlags(otel.TraceFlags.SAMPLED),
-        )
-        if run.is_valid and self._span.is_recording():
-            self._span.add_link(run, _RUN_LINK)
+    def link(self, trace: TraceLink, relation: Relation = Relation.RUN) -> None:
+        other = _context_of(trace)
+        if other.is_valid and self._span.is_recording():
+            self._span.add_link(other, {names.RELATION: relation.value})
 
     def annotate(self, name: str, value: str | int) -> None:
-        if name == KEY_ATTRIBUTE and not self._span_keys:
+        if name == names.KEY and not self._span_keys:
             return
         self._span.set_attribute(name, _text(value) if isinstance(value, str) else value)
+
+    def fail(self, error: BaseException | str) -> None:
+        if isinstance(error, BaseException):
+            self._record(error)
+        else:
+            self._mark_failed(error)
 
     def trace(self) -> TraceLink | None:
         context = self._span.get_span_context()
@@ -193,14 +266,38 @@ class _RecordedPhase:
         name = _type_name(error)
         if not isinstance(error, Exception):
             # A cancellation is not an error of the phase.
-            self._span.set_attribute("idempotency.interrupted", name)
+            self._span.set_attribute(names.INTERRUPTED, name)
             return
-        event = {"exception.type": name}
+        event = {names.EXCEPTION_TYPE: name}
         if self._span_keys:
-            event["exception.message"] = _text(redacted(text_of(error)))
+            event[names.EXCEPTION_MESSAGE] = _text(redacted(text_of(error)))
         self._span.add_event("exception", event)
-        self._span.set_attribute("error.type", name)
-        self._span.set_status(otel.Status(otel.StatusCode.ERROR, name))
+        self._mark_failed(name)
+
+    def _mark_failed(self, kind: str) -> None:
+        self._span.set_attribute(names.ERROR_TYPE, kind)
+        self._span.set_status(otel.Status(otel.StatusCode.ERROR, kind))
+
+
+def _client_attributes(client_id: str, servers: str) -> dict[str, str | int]:
+    attributes: dict[str, str | int] = {}
+    if client_id:
+        attributes[names.CLIENT_ID] = _text(client_id)
+    host, _, port = servers.partition(",")[0].strip().rpartition(":")
+    if host and port.isdecimal():
+        attributes[names.SERVER_ADDRESS] = _text(host.strip("[]"))
+        attributes[names.SERVER_PORT] = int(port)
+    return attributes
+
+
+def _context_of(trace: TraceLink) -> otel.SpanContext:
+    return otel.SpanContext(
+        trace_id=int.from_bytes(trace.trace_id),
+        span_id=int.from_bytes(trace.span_id),
+        is_remote=True,
+        # Only recorded spans have trace links.
+        trace_flags=otel.TraceFlags(otel.TraceFlags.SAMPLED),
+    )
 
 
 def _carrier(headers: Headers) -> dict[str, str]:

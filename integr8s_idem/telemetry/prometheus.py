@@ -25,7 +25,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from integr8s_idem.telemetry import SILENT, Gauge, Headers, Phase, Signal, SilentObserver, Span
+from integr8s_idem.telemetry import SILENT, Gauge, Phase, ReceivedMessage, Signal, SilentObserver, Span
 from integr8s_idem.telemetry.metric_help import HELP
 from integr8s_idem.telemetry.tallies import Tallies
 
@@ -70,7 +70,8 @@ _REPLAY_REFUSED_REASONS: Final = ("unsigned", "bad_signature", "malformed", "oth
 _WITH_REASON: Final = frozenset({Signal.DEAD_LETTER, Signal.UNDECODABLE, Signal.REPLAY_REFUSED})
 """Signals with a label `reason`."""
 
-_SILENT_SPAN: Final = SILENT.phase(Phase.HANDLE).__enter__()
+_SILENT_PHASE: Final = SILENT.phase(Phase.HANDLE)
+_SILENT_SPAN: Final = _SILENT_PHASE.__enter__()
 
 
 _Counted: TypeAlias = Signal | tuple[Signal, str]
@@ -292,17 +293,19 @@ class PrometheusObserver(SilentObserver):
         self._here = self._service.tallies.here
         self._gauges: dict[tuple[Gauge, str], prometheus_client.Gauge] = {}
 
-    def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
-        """Measure the duration of a delivery."""
-        return _Timed(self._service, None, event_type)
+    def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
+        """Measure the duration of a delivery whose event type is known."""
+        return _Timed(self._service, None, event_type) if event_type else _SILENT_PHASE
 
-    def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
+    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
         """Measure the duration of a phase, failed or not."""
-        return _Timed(self._service, phase, event_type)
+        return _Timed(self._service, phase, event_type, since)
 
-    def together(self, phase: Phase, event_types: Sequence[str]) -> AbstractContextManager[object]:
-        """Measure the duration of a phase that several deliveries share; it counts for each of them."""
-        return _TimedTogether(self._service, phase, event_types)
+    def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:
+        """Measure the duration of a phase that several deliveries have shared; it counts for each of them."""
+        seconds = perf_counter() - since
+        for event_type in set(event_types):
+            self._service.observe(phase, event_type, seconds, event_types.count(event_type))
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
         """Add `amount` to the counter of `signal`; `reason` is a label if the signal has reasons."""
@@ -327,12 +330,12 @@ class PrometheusObserver(SilentObserver):
 class _Timed:
     __slots__ = ("_event_type", "_measured", "_service", "_start")
 
-    def __init__(self, service: _Service, measured: _Measured, event_type: str) -> None:
+    def __init__(self, service: _Service, measured: _Measured, event_type: str, since: float | None = None) -> None:
         self._service = service
         self._measured = measured
         self._event_type = event_type
         # Starts here, not in `__enter__`: the time in which a delivery waits for the rest of its batch counts.
-        self._start = perf_counter()
+        self._start = perf_counter() if since is None else since
 
     def __enter__(self) -> Span:
         return _SILENT_SPAN
@@ -341,22 +344,3 @@ class _Timed:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._service.observe(self._measured, self._event_type, perf_counter() - self._start)
-
-
-class _TimedTogether:
-    __slots__ = ("_event_types", "_measured", "_service", "_start")
-
-    def __init__(self, service: _Service, measured: _Measured, event_types: Sequence[str]) -> None:
-        self._service = service
-        self._measured = measured
-        self._event_types = event_types
-
-    def __enter__(self) -> None:
-        self._start = perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        seconds = perf_counter() - self._start
-        for event_type in set(self._event_types):
-            self._service.observe(self._measured, event_type, seconds, self._event_types.count(event_type))

@@ -20,6 +20,7 @@ from integr8s_idem.telemetry import Span, is_recorded
 from integr8s_idem.telemetry.detached_phase import DetachedPhase
 from integr8s_idem.worker.kafka_protocols import Partition, Record
 from integr8s_idem.worker.offset_progress import Progress
+from integr8s_idem.worker.recorded_delivery import RecordedDelivery
 
 
 @dataclass(eq=False, slots=True)
@@ -87,8 +88,8 @@ class Delivery:
         "context",
         "is_abandoned",
         "is_prepared",
-        "is_recorded",
         "record",
+        "recorded",
         "size",
         "tasks",
     )
@@ -104,8 +105,8 @@ class Delivery:
         """Approximate size in memory, in bytes."""
         self.is_abandoned = False
         """Whether it was released unsettled, to be redelivered."""
-        self.is_recorded = False
-        """Whether its phases are recorded in a span."""
+        self.recorded: RecordedDelivery | None = None
+        """Set if it is recorded in a span."""
         self.is_prepared = False
         """Whether it was decoded before its turn, and its turn has not begun."""
         self._pending = 0
@@ -115,8 +116,9 @@ class Delivery:
         """Start processing in `context`; `end` ends it."""
         self.context = context
         if not isinstance(processing, nullcontext):
-            self.is_recorded = is_recorded(processing)
             self._processing = DetachedPhase(processing, context)
+            if is_recorded(processing):
+                self.recorded = RecordedDelivery(self._processing.span, context)
 
     def add_task(self, task: asyncio.Task[Any]) -> None:
         """Note a task that handles it."""
@@ -129,6 +131,9 @@ class Delivery:
     def begin_items(self, executions: Sequence[HandlerExecution]) -> list[WorkItem]:
         """Return one work item for each handler."""
         self._pending = len(executions)
+        if self.recorded is not None:
+            for execution in executions:
+                self.recorded.observe(execution)
         if self._pending == 1:
             return [WorkItem(self, executions[0])]
         return [WorkItem(self, execution) for execution in executions]
@@ -142,6 +147,8 @@ class Delivery:
         """End the span of its processing."""
         processing, self._processing = self._processing, None
         if processing is not None:
+            if self.recorded is not None:
+                self.recorded.end()
             processing.end()
 
 
@@ -153,24 +160,14 @@ class WorkItem:
     execution: HandlerExecution
     run: Run | None = None
     """Its reservation, from the store's response until the handler starts."""
-    looks: int = 0
-    """How many times its key was found in progress in another run."""
     answer: Completed | None = None
     """The store's answer, if it was asked before the turn of the delivery."""
-    wait: DetachedPhase | None = None
-    """Set while it waits for another run."""
 
     def release(self) -> None:
         """Release its reservation, if there is one."""
         run, self.run = self.run, None
         if run is not None:
             run.release()
-
-    def end_wait(self) -> None:
-        """End the wait for another run, if there is one."""
-        if self.wait is not None:
-            self.wait.end()
-            self.wait = None
 
 
 class AbandonedError(Exception):

@@ -14,8 +14,7 @@ from integr8s_idem.engine.work import Executed, HandlerFailed, NotStarted, Outco
 from integr8s_idem.errors import LeaseLostError, StoreError
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.records import Completed, InProgress
-from integr8s_idem.telemetry import Phase, Signal
-from integr8s_idem.telemetry.detached_phase import DetachedPhase
+from integr8s_idem.telemetry import DeliveryOutcome, Signal
 from integr8s_idem.worker.assignments import AbandonedError, Delivery, WorkItem
 from integr8s_idem.worker.dead_letters import DeadLetter
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor, UnverifiedReplay
@@ -47,7 +46,7 @@ class Conclusions:
         self._tasks = tasks
         self._reschedule = reschedule
         self._ended = ended
-        self._waiting: Waiting[WorkItem] = Waiting(self._wait_is_over, self.abandon)
+        self._waiting: Waiting[WorkItem] = Waiting(reschedule, self.abandon)
 
     def conclude(self, item: WorkItem, outcome: Outcome[Any] | NotStarted) -> None:
         """Process the outcome of an attempt."""
@@ -55,21 +54,23 @@ class Conclusions:
         match outcome:
             case Executed():
                 processor.count_handled(outcome.attempt)
-                self._done(item)
+                self._settle(item, DeliveryOutcome.EXECUTED, outcome.attempt)
             case Completed():
                 self.duplicate(item)
             case NotStarted():
                 self._reschedule(item)
             case InProgress() if execution.on_in_progress is OnInProgress.SKIP:
                 processor.observer.count(Signal.DUPLICATE_BLOCKED, execution.event.event_type)
-                self.duplicate(item)
+                processor.tally.duplicates += 1
+                self._settle(item, DeliveryOutcome.IN_PROGRESS)
             case InProgress() if execution.on_in_progress is OnInProgress.RAISE:
-                item.looks += 1
-                self._wait(item, processor.backoff.pause(item.looks))
+                assert isinstance(execution, GuardedExecution)
+                self._wait(item, processor.backoff.pause(execution.work.note_look()))
             case InProgress():
                 self._wait_for_other_run(item, outcome)
             case HandlerFailed(given_up=False):
-                item.looks = 0
+                if (recorded := item.delivery.recorded) is not None:
+                    recorded.failed(outcome.error, outcome.attempt)
                 self._wait(item, processor.retry_pause(execution, outcome))
             case _:
                 self._dead_letter_item(item, outcome)
@@ -83,6 +84,8 @@ class Conclusions:
             self.wait_for_store(item)
         elif isinstance(error, LeaseLostError):
             self._processor.tally.leases_lost += 1
+            if item.delivery.recorded is not None:
+                item.delivery.recorded.lost_lease(error)
             logger.warning("%s", error)
             self._wait(item, self._processor.backoff.pause(1))
         else:
@@ -91,13 +94,14 @@ class Conclusions:
     def duplicate(self, item: WorkItem) -> None:
         """Count a duplicate and end the item."""
         self._processor.tally.duplicates += 1
-        self._done(item)
+        self._settle(item, DeliveryOutcome.DUPLICATE)
 
     def abandon(self, item: WorkItem) -> None:
         """End the item without settling its delivery, which will be redelivered."""
-        item.end_wait()
         item.release()
         item.delivery.is_abandoned = True
+        if item.delivery.recorded is not None:
+            item.delivery.recorded.released()
         self._done(item)
 
     def broken(self, item: WorkItem, error: BaseException) -> None:
@@ -117,21 +121,15 @@ class Conclusions:
         self._waiting.abandon_all()
 
     def _wait_for_other_run(self, item: WorkItem, outcome: InProgress) -> None:
-        processor = self._processor
-        processor.tally.waits += item.looks == 0
-        seconds, ended = processor.executor.next_look(outcome, looks=item.looks)
-        item.looks += 1
-        item.wait = DetachedPhase(processor.observer.phase(Phase.WAIT), item.delivery.context.copy())
-        self._wait(item, seconds, ended)
+        processor, execution = self._processor, item.execution
+        assert isinstance(execution, GuardedExecution)
+        processor.tally.waits += execution.work.looks == 0
+        self._wait(item, *processor.executor.next_look(execution.work, outcome))
 
     def _wait(self, item: WorkItem, seconds: float | None = None, until: asyncio.Future[None] | None = None) -> None:
         if seconds is None and until is None:
             seconds = 0.0
         self._waiting.add(item, item.delivery.assignment.closing, seconds=seconds, until=until)
-
-    def _wait_is_over(self, item: WorkItem) -> None:
-        item.end_wait()
-        self._reschedule(item)
 
     # Separate tasks: outcomes to be recorded alone, suspects, dead letters, and replays to be verified.
 
@@ -220,8 +218,15 @@ class Conclusions:
 
     # Ends.
 
+    def _settle(self, item: WorkItem, outcome: DeliveryOutcome, attempt: int = 0) -> None:
+        if item.delivery.recorded is not None:
+            item.delivery.recorded.settled(outcome, attempt)
+        self._done(item)
+
     def _done(self, item: WorkItem) -> None:
-        delivery = item.delivery
+        delivery, execution = item.delivery, item.execution
+        if isinstance(execution, GuardedExecution) and execution.work.looks:
+            self._processor.executor.verdicts.end_wait(execution.work)
         if delivery.end_item():
             self._ended(delivery, not delivery.is_abandoned)
 

@@ -29,7 +29,7 @@ from integr8s_idem.events import BaseEvent, EventDecoder
 from integr8s_idem.handlers.dispatcher import EventDispatcher, HandlerExecution
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.records import Corrupt, Failed, KeyReused
-from integr8s_idem.telemetry import SILENT, Observer, Signal, Span
+from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal, Span
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.dead_letters import DeadLetter, DeadLetterMessage, is_replay
@@ -73,7 +73,7 @@ class Tally:
     """Settled after the partition was revoked, so not committed by this worker."""
 
 
-_NO_SPAN: Final = SILENT.processing("", "", ())
+_NO_SPAN: Final = SILENT.phase(Phase.HANDLE)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,9 +133,10 @@ class DeliveryProcessor:
             event = self.decoder.decode(record.value, record.headers)
         except UndecodableEventError as error:
             self.observer.count(Signal.UNDECODABLE, reason=error.reason)
-            return Decoded(dead_letter=DeadLetter(error.reason, error, generation=decision.generation))
+            dead_letter = DeadLetter(error.reason, error, generation=decision.generation)
+            return Decoded((), dead_letter, self.observer.processing(record, "", ""))
         self.observer.count(Signal.DELIVERED, event.event_type)
-        processing = self.observer.processing(event.event_type, record.topic, record.headers)
+        processing = self.observer.processing(record, event.event_type, event.event_id)
         if decision is not NO_REPLAY:
             return self._decoded_replay(record, event, decision, processing)
         return self._decoded(event, decision, processing)
@@ -267,6 +268,10 @@ class DeliveryProcessor:
         cause = dead_letter.error
         self.tally.dead_letters += 1
         self.observer.count(Signal.DEAD_LETTER, dead_letter.event_type, reason=dead_letter.reason)
+        if delivery.recorded is not None:
+            delivery.recorded.dead_lettered(
+                dead_letter.reason, cause, dead_letter.attempts, is_decoded=bool(dead_letter.event_type)
+            )
         logger.error(
             "dead-lettered %s[%d]@%d to %s: %s",
             record.topic,

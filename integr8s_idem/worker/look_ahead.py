@@ -78,7 +78,7 @@ class LookAhead:
                 execution = item.execution
                 if isinstance(execution, GuardedExecution) and execution.work.key not in keys:
                     keys.add(execution.work.key)
-                    if not delivery.is_recorded and _may_be_early(execution):
+                    if _may_be_early(execution):
                         found.append((item, execution))
         return found
 

@@ -238,7 +238,7 @@ class Pipeline:
             self._reserver.start(item, item.run)
         elif item.answer is not None and isinstance(execution, GuardedExecution):
             self._reserver.decline(item, execution, item.answer)
-        elif not isinstance(execution, GuardedExecution) or not execution.together or item.delivery.is_recorded:
+        elif not isinstance(execution, GuardedExecution) or not execution.together:
             self._runners.add(item)  # reserves its key itself, as a batch of one
         elif execution.is_known_here():
             self._slots.release()

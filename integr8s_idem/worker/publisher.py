@@ -14,7 +14,7 @@ from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.errors import EventTooLargeError, PublishError
 from integr8s_idem.events import BaseEvent, Message, encode_event, event_headers
-from integr8s_idem.telemetry import SILENT, Observer, Signal
+from integr8s_idem.telemetry import SILENT, Observer, Signal, Span, conventions
 from integr8s_idem.worker.client_options import bounded, connection_options
 
 logger = logging.getLogger(__name__)
@@ -71,16 +71,20 @@ class EventPublisher:
     async def _publish(self, sequence: Sequence[BaseEvent]) -> None:
         # One after another: while the client connects, a later event could overtake earlier ones that wait.
         for event in sequence:
-            await self.send_message(self.message(event))
+            with self._observer.sending(self.topic_of(event.event_type), event.event_id) as span:
+                message = self.message(event)  # with the context of this span
+                await self._send(span, message.topic, message.key, message.value, message.headers)
+            self._observer.count(Signal.PUBLISHED, message.event_type)
 
     async def send_message(self, message: Message) -> None:
-        """Send an encoded message.
+        """Send a message that was encoded earlier.
 
         Raises:
             PublishError: The broker did not confirm it in time; it may have been written.
             EventTooLargeError: The broker refuses it as too large.
         """
-        await self.send(message.topic, message.key, message.value, message.headers)
+        with self._observer.sending(message.topic, message.event_id, message.headers) as span:
+            await self._send(span, message.topic, message.key, message.value, message.headers)
         self._observer.count(Signal.PUBLISHED, message.event_type)
 
     async def send(
@@ -94,6 +98,12 @@ class EventPublisher:
             EventTooLargeError: The broker refuses it as too large.
             PublishError: The broker did not confirm it in time; it may have been written.
         """
+        with self._observer.sending(topic) as span:
+            await self._send(span, topic, key, value, headers)
+
+    async def _send(
+        self, span: Span, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
+    ) -> None:
         used: AIOKafkaProducer | None = None
 
         async def confirmed() -> None:
@@ -102,11 +112,13 @@ class EventPublisher:
             body = b"" if key is None and value is None else value
             sent = await used.send(topic, value=body, key=key, headers=list(headers))
             try:
-                await sent
+                placed = await sent
             except MessageSizeTooLargeError:
                 # The refusal leaves a gap in the producer's sequence numbers: its next batch would fail.
                 await self._discard(used)
                 raise
+            span.annotate(conventions.PARTITION, str(placed.partition))
+            span.annotate(conventions.OFFSET, placed.offset)
 
         try:
             await bounded(confirmed(), self._settings.request_timeout_seconds)

@@ -31,6 +31,7 @@ from tests.fuzz.mutators import text
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
 from tests.support.guarded import virtual_store
+from tests.support.received import received
 
 PERSON = "anna.canary@example.org"
 TOPIC = Partition("order_placed", 0)
@@ -62,7 +63,7 @@ def test_hostile_event_types_topics_and_reasons_create_a_bounded_number_of_serie
         observer.count(Signal.DELIVERED, hostile)
         observer.count(Signal.DEAD_LETTER, hostile, reason=hostile)
         observer.measure(Gauge.CONSUMER_LAG, 1, hostile)
-        with observer.processing(hostile, hostile, []), observer.phase(Phase.HANDLE, hostile):
+        with observer.processing(received(topic=hostile), hostile, "event-1"), observer.phase(Phase.HANDLE, hostile):
             pass
 
     found = labels_of(registry)

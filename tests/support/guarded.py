@@ -12,6 +12,8 @@ from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.work import Attempt
 from integr8s_idem.records import IdempotencyRecord
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.telemetry import SILENT, Observer
+from integr8s_idem.telemetry.composite import combined
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_now
 from tests.support.counting import CountingObserver
@@ -39,13 +41,22 @@ class Guarded:
 
 
 def guarded(
-    store: FlakyStore | None = None, *, scope: str = "billing", owner: str | None = None, **config: Any
+    store: FlakyStore | None = None,
+    *,
+    scope: str = "billing",
+    owner: str | None = None,
+    observer: Observer = SILENT,
+    **config: Any,
 ) -> Guarded:
-    """Create a manager with virtual time; pass the store of another one to share it."""
+    """Create a manager with virtual time; pass the store of another one to share it.
+
+    `observer` observes in addition to the one that counts.
+    """
     store = store or virtual_store()
-    observer = CountingObserver()
+    counting = CountingObserver()
     settings = IdempotencyConfig(**{"processing_timeout_seconds": LEASE, **config})
-    return Guarded(IdempotencyManager(settings, store, observer, scope=scope, owner=owner), store, observer)
+    observers = combined(observer, counting)
+    return Guarded(IdempotencyManager(settings, store, observers, scope=scope, owner=owner), store, counting)
 
 
 def plain_manager(**config: Any) -> IdempotencyManager:

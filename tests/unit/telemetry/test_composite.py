@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import Context, copy_context
 
 import pytest
 
 from integr8s_idem.records import TraceLink
-from integr8s_idem.telemetry import SILENT, Gauge, Headers, Observer, Phase, Signal, SilentObserver, Span, is_recorded
+from integr8s_idem.telemetry import (
+    SILENT,
+    Gauge,
+    Headers,
+    Observer,
+    Phase,
+    ReceivedMessage,
+    Relation,
+    Signal,
+    SilentObserver,
+    Span,
+    is_recorded,
+)
 from integr8s_idem.telemetry.composite import CompositeObserver, combined
+from tests.support.received import received
 
 TRACE = TraceLink(b"\1" * 16, b"\2" * 8)
 
@@ -36,14 +50,20 @@ class Recorder:
         finally:
             self._record(f"closes {what}")
 
-    def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
-        return self._span(f"{event_type} {topic} {len(headers)}")
+    def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
+        return self._span(f"{event_type} {event_id} {message.topic} {len(message.headers)}")
 
-    def together(self, phase: Phase, event_types: Sequence[str]) -> AbstractContextManager[object]:
-        return self._span(f"{phase.name} of {len(event_types)}")
-
-    def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
+    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
         return self._span(phase.name)
+
+    def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:
+        self._record(f"{phase.name} of {len(event_types)} since {since}")
+
+    def batch(self, event_type: str, members: Sequence[Context]) -> AbstractContextManager[Span]:
+        return self._span(f"batch of {len(members)}")
+
+    def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
+        return self._span(f"sending {topic} {event_id}")
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
         self._record(f"{signal.name} {event_type} {amount} {reason}")
@@ -54,8 +74,11 @@ class Recorder:
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
         headers.append((self.name, b""))
 
-    def link(self, trace: TraceLink) -> None:
-        self._record("links")
+    def link(self, trace: TraceLink, relation: Relation = Relation.RUN) -> None:
+        self._record(f"links {relation.value}")
+
+    def fail(self, error: BaseException | str) -> None:
+        self._record(f"fails {error}")
 
     def annotate(self, name: str, value: str | int) -> None:
         self._record(f"{name}={value}")
@@ -65,10 +88,7 @@ class Recorder:
 
 
 class BrokenObserver(Recorder):
-    def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
-        return _Broken()
-
-    def together(self, phase: Phase, event_types: Sequence[str]) -> AbstractContextManager[object]:
+    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
         return _Broken()
 
 
@@ -122,14 +142,17 @@ def test_a_span_of_three_observers_reaches_all_of_them() -> None:
     story: list[str] = []
     three = combined(Recorder("a", story), Recorder("b", story, TRACE), Recorder("c", story))
 
-    with three.processing("order", "orders", [("x", b"")]) as span:
-        span.link(TRACE)
+    with three.processing(received([("x", b"")]), "order", "event-1") as span:
+        span.link(TRACE, Relation.PREVIOUS_ATTEMPT)
         span.annotate("n", 1)
+        span.fail("reason")
         trace = span.trace()
 
     assert trace == TRACE
-    assert story[:3] == ["a opens order orders 1", "b opens order orders 1", "c opens order orders 1"]
-    assert story[3:9] == ["a links", "b links", "c links", "a n=1", "b n=1", "c n=1"]
+    assert story[:3] == [f"{name} opens order event-1 orders 1" for name in "abc"]
+    assert story[3:12] == [
+        f"{name} {what}" for what in ("links previous_attempt", "n=1", "fails reason") for name in "abc"
+    ]
 
 
 def test_silent_observers_create_no_objects() -> None:
@@ -159,21 +182,20 @@ def test_the_first_phase_is_closed_if_the_second_fails_to_open() -> None:
 def test_a_shared_phase_is_one_phase_for_every_observer() -> None:
     story: list[str] = []
 
-    with combined(Recorder("a", story), Recorder("b", story)).together(Phase.RESERVE, ["order", "parcel"]):
-        pass
+    combined(Recorder("a", story), Recorder("b", story)).shared(Phase.RESERVE, ["order", "parcel"], since=1.5)
 
-    opens, closes = ["a opens RESERVE of 2", "b opens RESERVE of 2"], ["b closes RESERVE of 2", "a closes RESERVE of 2"]
-    assert story == opens + closes
+    assert story == ["a RESERVE of 2 since 1.5", "b RESERVE of 2 since 1.5"]
 
 
-def test_a_shared_phase_is_closed_if_the_second_observer_fails() -> None:
+def test_batches_and_sent_messages_are_phases_for_every_observer() -> None:
     story: list[str] = []
-    both = combined(Recorder("a", story), BrokenObserver("b", story))
+    both = combined(Recorder("a", story), Recorder("b", story))
 
-    with pytest.raises(RuntimeError, match="broken"), both.together(Phase.RESERVE, ["order"]):
+    with both.batch("order", [copy_context()] * 3), both.sending("orders", "event-1"):
         pass
 
-    assert story == ["a opens RESERVE of 1", "a sees RuntimeError", "a closes RESERVE of 1"]
+    assert story[:2] == ["a opens batch of 3", "b opens batch of 3"]
+    assert story[2:4] == ["a opens sending orders event-1", "b opens sending orders event-1"]
 
 
 class RecordedPhase(_Broken):
@@ -182,15 +204,15 @@ class RecordedPhase(_Broken):
 
 def test_a_phase_is_recorded_if_one_of_its_observers_records_it() -> None:
     class Recording(SilentObserver):
-        def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
+        def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
             return RecordedPhase()
 
     quiet = Recorder("a", [])
 
-    assert is_recorded(combined(quiet, Recording()).processing("order", "orders", []))
-    assert is_recorded(combined(Recording(), quiet).processing("order", "orders", []))
-    assert not is_recorded(combined(quiet, quiet).processing("order", "orders", []))
-    assert not is_recorded(SILENT.processing("order", "orders", []))
+    assert is_recorded(combined(quiet, Recording()).processing(received(), "order", "event-1"))
+    assert is_recorded(combined(Recording(), quiet).processing(received(), "order", "event-1"))
+    assert not is_recorded(combined(quiet, quiet).processing(received(), "order", "event-1"))
+    assert not is_recorded(SILENT.processing(received(), "order", "event-1"))
 
 
 class Tracing(SilentObserver):

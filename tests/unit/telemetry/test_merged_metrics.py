@@ -23,6 +23,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from integr8s_idem.telemetry import Gauge, Phase, Signal
 from integr8s_idem.telemetry.merged_metrics import MergedMetrics, plain_families
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
+from tests.support.received import received
 
 
 def sent(registry: CollectorRegistry) -> Any:
@@ -185,7 +186,7 @@ def test_the_merged_page_is_valid_openmetrics() -> None:
             observer.measure(gauge, 1, "orders")
         for event_type in ("paid", "placed"):
             observer.count(Signal.HANDLED, event_type)
-            with observer.processing(event_type, "orders", []), observer.phase(Phase.HANDLE, event_type):
+            with observer.processing(received(), event_type, "event-1"), observer.phase(Phase.HANDLE, event_type):
                 pass
 
     merged = MergedMetrics()

@@ -29,6 +29,7 @@ from opentelemetry.util.types import Attributes
 from integr8s_idem.telemetry import SILENT, Phase
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 from integr8s_idem.telemetry.sampling import DrawnIds
+from tests.support.received import received
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 SPAN_ID = "b7ad6b7169203331"
@@ -74,7 +75,7 @@ def injected(sdk: Sdk) -> dict[str, str]:
 def test_outgoing_messages_of_an_unsampled_delivery_carry_the_decision_of_its_producer() -> None:
     sdk = Sdk(ParentBased(ALWAYS_ON))
 
-    with sdk.observer.processing("order_placed", "orders", NOT_SAMPLED), sdk.observer.phase(Phase.HANDLE):
+    with sdk.observer.processing(received(NOT_SAMPLED), "order_placed", "event-1"), sdk.observer.phase(Phase.HANDLE):
         headers = injected(sdk)
 
     version, trace_id, span_id, flags = headers["traceparent"].split("-")
@@ -88,10 +89,10 @@ def test_outgoing_messages_of_an_unsampled_delivery_carry_the_decision_of_its_pr
 def test_spans_below_an_unsampled_root_are_not_sampled(drawn: bool) -> None:
     sdk = Sdk(none_recorded(), drawn=drawn)
 
-    with sdk.observer.processing("order_placed", "orders", []):
+    with sdk.observer.processing(received(), "order_placed", "event-1"):
         headers = [(name, value.encode()) for name, value in injected(sdk).items()]
     downstream = Sdk(ParentBased(ALWAYS_ON))
-    with downstream.observer.processing("invoice_sent", "invoices", headers):
+    with downstream.observer.processing(received(headers, topic="invoices"), "invoice_sent", "event-1"):
         assert injected(downstream)["traceparent"].split("-")[1] == injected_trace_id(headers)
 
     assert not sdk.spans
@@ -106,7 +107,7 @@ def test_the_context_of_an_unsampled_delivery_is_created_once() -> None:
     sdk = Sdk(none_recorded())
     found: list[otel.SpanContext] = []
 
-    with sdk.observer.processing("order_placed", "orders", []), sdk.observer.phase(Phase.HANDLE):
+    with sdk.observer.processing(received(), "order_placed", "event-1"), sdk.observer.phase(Phase.HANDLE):
         span = otel.get_current_span()
         threads = [Thread(target=lambda: found.append(span.get_span_context())) for _ in range(4)]
         for thread in threads:
@@ -126,7 +127,7 @@ def test_spans_of_a_handler_are_not_recorded_if_its_delivery_is_not() -> None:
     sdk = Sdk(ParentBased(ALWAYS_ON))
 
     with (
-        sdk.observer.processing("order_placed", "orders", NOT_SAMPLED),
+        sdk.observer.processing(received(NOT_SAMPLED), "order_placed", "event-1"),
         sdk.observer.phase(Phase.HANDLE),
         sdk.application.start_as_current_span("select"),
     ):
@@ -138,7 +139,7 @@ def test_spans_of_a_handler_are_not_recorded_if_its_delivery_is_not() -> None:
 def test_phases_of_an_unsampled_delivery_create_no_objects() -> None:
     sdk = Sdk(ParentBased(ALWAYS_ON))
 
-    with sdk.observer.processing("order_placed", "orders", NOT_SAMPLED):
+    with sdk.observer.processing(received(NOT_SAMPLED), "order_placed", "event-1"):
         assert sdk.observer.phase(Phase.RESERVE, "order_placed") is NOTHING
 
 
@@ -157,7 +158,7 @@ def test_the_sdk_is_not_asked_for_spans_of_an_unsampled_delivery(monkeypatch: py
     monkeypatch.setattr(tracer, "start_span", lambda name, **_: started.append(name))
 
     for headers in ([], NOT_SAMPLED):
-        with sdk.observer.processing("order_placed", "orders", headers), sdk.observer.phase(Phase.HANDLE):
+        with sdk.observer.processing(received(headers), "order_placed", "event-1"), sdk.observer.phase(Phase.HANDLE):
             pass
 
     assert started == []
@@ -167,7 +168,7 @@ def test_a_trace_started_by_a_handler_is_recorded_with_its_phases() -> None:
     sdk = Sdk(ParentBased(ALWAYS_ON))
 
     with (
-        sdk.observer.processing("order_placed", "orders", NOT_SAMPLED),
+        sdk.observer.processing(received(NOT_SAMPLED), "order_placed", "event-1"),
         sdk.application.start_as_current_span("nightly", context=Context()),
         sdk.observer.phase(Phase.RESERVE),
     ):
@@ -180,7 +181,7 @@ def test_the_context_is_restored_after_an_unsampled_delivery() -> None:
     sdk = Sdk(none_recorded())
     before = otel_context.get_current()
 
-    with pytest.raises(ZeroDivisionError), sdk.observer.processing("order_placed", "orders", []):
+    with pytest.raises(ZeroDivisionError), sdk.observer.processing(received(), "order_placed", "event-1"):
         raise ZeroDivisionError
 
     assert otel_context.get_current() is before
@@ -190,7 +191,7 @@ def test_baggage_is_kept_in_an_unsampled_delivery() -> None:
     sdk = Sdk(none_recorded())
     token = otel_context.attach(baggage.set_baggage("tenant", "7"))
 
-    with sdk.observer.processing("order_placed", "orders", []):
+    with sdk.observer.processing(received(), "order_placed", "event-1"):
         seen = baggage.get_baggage("tenant")
     otel_context.detach(token)
 
@@ -203,7 +204,7 @@ def test_a_trace_is_recorded_if_and_only_if_its_id_is_sampled() -> None:
     others: list[bool] = []
 
     for _ in range(2_000):
-        with sdk.observer.processing("order_placed", "orders", []):
+        with sdk.observer.processing(received(), "order_placed", "event-1"):
             context = otel.get_current_span().get_span_context()
         others.append((context.trace_id & TraceIdRatioBased.TRACE_ID_LIMIT < bound) == context.trace_flags.sampled)
 
@@ -289,7 +290,7 @@ class CustomParentBased(ParentBased):
 def test_a_custom_sampler_is_asked_about_each_span(sampler: Sampler, headers: Sequence[tuple[str, bytes]]) -> None:
     sdk = Sdk(sampler)
 
-    with sdk.observer.processing("order_placed", "orders", headers), sdk.observer.phase(Phase.HANDLE):
+    with sdk.observer.processing(received(headers), "order_placed", "event-1"), sdk.observer.phase(Phase.HANDLE):
         pass
 
     assert sdk.names == ["idempotency.handle"]
@@ -298,10 +299,10 @@ def test_a_custom_sampler_is_asked_about_each_span(sampler: Sampler, headers: Se
 def test_a_custom_root_sampler_is_asked_about_new_traces() -> None:
     sdk = Sdk(ParentBased(ALWAYS_ON))
 
-    with sdk.observer.processing("order_placed", "orders", []):
+    with sdk.observer.processing(received(), "order_placed", "event-1"):
         pass
 
-    assert sdk.names == ["process order_placed"]
+    assert sdk.names == ["process orders"]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +320,7 @@ def test_a_custom_root_sampler_is_asked_about_new_traces() -> None:
 def test_an_invalid_traceparent_is_ignored(traceparent: str) -> None:
     sdk = Sdk(ParentBased(ALWAYS_ON))
 
-    with sdk.observer.processing("order_placed", "orders", [("traceparent", traceparent.encode())]):
+    with sdk.observer.processing(received([("traceparent", traceparent.encode())]), "order_placed", "event-1"):
         pass
 
     (span,) = sdk.spans
@@ -330,7 +331,7 @@ def test_an_invalid_traceparent_is_ignored(traceparent: str) -> None:
 def test_an_unusual_traceparent_is_parsed_by_the_sdk(traceparent: str) -> None:
     sdk = Sdk(ParentBased(ALWAYS_ON))
 
-    with sdk.observer.processing("order_placed", "orders", [("traceparent", traceparent.encode())]):
+    with sdk.observer.processing(received([("traceparent", traceparent.encode())]), "order_placed", "event-1"):
         assert injected(sdk)["traceparent"].split("-")[1] == TRACE_ID
 
     assert not sdk.spans

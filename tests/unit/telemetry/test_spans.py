@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextvars import Context
+from importlib.metadata import version
+from time import perf_counter
+from typing import Any
 
 import pytest
 from opentelemetry import trace as otel
@@ -19,7 +23,9 @@ from opentelemetry.util._once import Once
 from integr8s_idem.records import TraceLink
 from integr8s_idem.telemetry import SILENT, Observer, Phase
 from integr8s_idem.telemetry import opentelemetry as under_test
-from integr8s_idem.telemetry.opentelemetry import KEY_ATTRIBUTE, OpenTelemetryObserver
+from integr8s_idem.telemetry.conventions import KEY
+from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
+from tests.support.received import received
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 SPAN_ID = "b7ad6b7169203331"
@@ -34,8 +40,8 @@ class Recording:
         self.provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
         self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
 
-    def observer(self, *, span_keys: bool = False, group: str | None = None) -> Observer:
-        return OpenTelemetryObserver("billing", tracer_provider=self.provider, span_keys=span_keys, group=group)
+    def observer(self, **options: Any) -> Observer:
+        return OpenTelemetryObserver("billing", tracer_provider=self.provider, **options)
 
     @property
     def spans(self) -> dict[str, ReadableSpan]:
@@ -67,24 +73,127 @@ def attributes_of(span: ReadableSpan) -> dict[str, object]:
 
 
 def test_a_delivery_is_a_consumer_span_by_the_messaging_conventions(recording: Recording) -> None:
-    with recording.observer(group="billing-group").processing("order_placed", "shop.order_placed", []):
+    observer = recording.observer(group="billing-group", client_id="till", servers="[::1]:9092,other:9093")
+
+    with observer.processing(received(topic="shop.order_placed"), "order_placed", "event-1"):
         pass
 
-    assert recording.only.name == "process order_placed"
+    assert recording.only.name == "process shop.order_placed"
     assert recording.only.kind is SpanKind.CONSUMER
     assert attributes_of(recording.only) == {
         "messaging.system": "kafka",
         "messaging.operation.name": "process",
         "messaging.operation.type": "process",
         "messaging.destination.name": "shop.order_placed",
+        "messaging.destination.partition.id": "3",
+        "messaging.kafka.offset": 1042,
+        "messaging.message.id": "event-1",
         "messaging.consumer.group.name": "billing-group",
+        "messaging.client.id": "till",
+        "server.address": "::1",
+        "server.port": 9092,
         "idempotency.service": "billing",
         "idempotency.event_type": "order_placed",
+        "idempotency.delivery": "shop.order_placed:3:1042",
     }
 
 
+def test_spans_name_the_version_of_the_library_and_of_the_conventions(recording: Recording) -> None:
+    with recording.observer().phase(Phase.HANDLE):
+        pass
+
+    scope = recording.only.instrumentation_scope
+    assert scope is not None
+    assert (scope.name, scope.version, scope.schema_url) == (
+        "integr8s_idem",
+        version("integr8s-idem"),
+        "https://opentelemetry.io/schemas/1.44.0",
+    )
+
+
+def test_a_message_that_cannot_be_decoded_has_a_span_without_type_and_id(recording: Recording) -> None:
+    with recording.observer().processing(received(), "", "") as span:
+        span.fail("malformed")
+
+    attributes = attributes_of(recording.only)
+    assert not {"idempotency.event_type", "messaging.message.id"} & attributes.keys()
+    assert attributes["error.type"] == recording.only.status.description == "malformed"
+    assert recording.only.status.status_code is StatusCode.ERROR
+
+
+def test_a_phase_that_began_earlier_has_its_own_start(recording: Recording) -> None:
+    with recording.observer().phase(Phase.WAIT, since=perf_counter() - 60):
+        pass
+
+    span = recording.only
+    assert span.start_time is not None
+    assert span.end_time is not None
+    assert span.end_time - span.start_time >= 60 * 1_000_000_000
+
+
+def test_a_sent_message_is_a_producer_span_whose_context_it_carries(recording: Recording) -> None:
+    observer, headers = recording.observer(client_id="till", servers="kafka:9092"), list[tuple[str, bytes]]()
+
+    with observer.sending("shipments", "event-2") as span:
+        observer.inject(headers)
+        span.annotate("messaging.kafka.offset", 7)
+
+    sent = recording.only
+    assert (sent.name, sent.kind, sent.parent) == ("send shipments", SpanKind.PRODUCER, None)
+    assert attributes_of(sent) == {
+        "messaging.system": "kafka",
+        "messaging.operation.name": "send",
+        "messaging.operation.type": "send",
+        "messaging.destination.name": "shipments",
+        "messaging.message.id": "event-2",
+        "messaging.kafka.offset": 7,
+        "messaging.client.id": "till",
+        "server.address": "kafka",
+        "server.port": 9092,
+        "idempotency.service": "billing",
+    }
+    assert otel.format_span_id(context_of(sent).span_id).encode() in dict(headers)["traceparent"]
+
+
+def test_a_message_that_was_made_earlier_is_sent_in_the_trace_of_its_headers(recording: Recording) -> None:
+    with recording.observer().phase(Phase.HANDLE), recording.observer().sending("shipments", headers=FROM_PRODUCER):
+        pass
+
+    sent = recording.spans["send shipments"]
+    assert sent.parent is not None
+    assert otel.format_span_id(sent.parent.span_id) == SPAN_ID
+
+
+def test_a_batch_is_a_child_of_its_first_recorded_member_and_linked_to_all(recording: Recording) -> None:
+    observer = recording.observer()
+    contexts = [Context()]
+    for number in range(2):
+        context = Context()
+        context.run(observer.processing(received(), "order_placed", f"event-{number}").__enter__)
+        contexts.append(context)
+
+    with observer.batch("order_placed", contexts):
+        pass
+
+    batch = recording.only
+    members = [context.run(otel.get_current_span).get_span_context().span_id for context in contexts[1:]]
+    assert batch.name == "idempotency.handle_batch"
+    assert attributes_of(batch)["messaging.batch.message_count"] == 3
+    assert batch.parent is not None
+    assert batch.parent.span_id == members[0]
+    assert [link.context.span_id for link in batch.links] == members
+    assert [dict(link.attributes or {}) for link in batch.links] == [{"idempotency.relation": "member"}] * 2
+
+
+def test_a_batch_without_a_recorded_member_is_not_recorded(recording: Recording) -> None:
+    with recording.observer().batch("order_placed", [Context()]):
+        pass
+
+    assert not recording.all
+
+
 def test_a_delivery_is_linked_to_its_producer_and_part_of_its_trace(recording: Recording) -> None:
-    with recording.observer().processing("order_placed", "orders", FROM_PRODUCER):
+    with recording.observer().processing(received(FROM_PRODUCER), "order_placed", "event-1"):
         pass
 
     (link,) = recording.only.links
@@ -102,11 +211,11 @@ def test_a_delivery_without_a_producers_context_starts_a_trace(recording: Record
     """This also holds inside another span: the worker may have been started in a span that does not end."""
     with (
         recording.provider.get_tracer("app").start_as_current_span("startup"),
-        recording.observer().processing("order_placed", "orders", []),
+        recording.observer().processing(received(), "order_placed", "event-1"),
     ):
         pass
 
-    delivery = recording.spans["process order_placed"]
+    delivery = recording.spans["process orders"]
     assert delivery.parent is None
     assert not delivery.links
 
@@ -114,7 +223,7 @@ def test_a_delivery_without_a_producers_context_starts_a_trace(recording: Record
 def test_a_delivery_is_not_recorded_if_the_producer_did_not_sample(recording: Recording) -> None:
     headers = [("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-00".encode())]
 
-    with recording.observer().processing("order_placed", "orders", headers) as span:
+    with recording.observer().processing(received(headers), "order_placed", "event-1") as span:
         assert span.trace() is None
 
     assert not recording.spans
@@ -125,7 +234,9 @@ def test_a_delivery_is_not_recorded_if_the_producer_did_not_sample(recording: Re
     [b"", b"\xff\xfe", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01", b"x" * 100_000, "00-ü".encode(), None],
 )
 def test_a_damaged_traceparent_is_treated_as_missing(recording: Recording, value: bytes) -> None:
-    with recording.observer().processing("order_placed", "orders", [("traceparent", value), ("tracestate", b"\xff")]):
+    with recording.observer().processing(
+        received([("traceparent", value), ("tracestate", b"\xff")]), "order_placed", "event-1"
+    ):
         pass
 
     assert recording.only.parent is None
@@ -135,7 +246,7 @@ def test_a_damaged_traceparent_is_treated_as_missing(recording: Recording, value
 def test_the_last_of_two_traceparents_counts(recording: Recording) -> None:
     earlier = ("traceparent", f"00-{'1' * 32}-{'1' * 16}-01".encode())
 
-    with recording.observer().processing("order_placed", "orders", [earlier, *FROM_PRODUCER]):
+    with recording.observer().processing(received([earlier, *FROM_PRODUCER]), "order_placed", "event-1"):
         pass
 
     assert context_of(recording.only).trace_id == int(TRACE_ID, 16)
@@ -145,10 +256,10 @@ def test_the_last_of_two_traceparents_counts(recording: Recording) -> None:
 def test_a_phase_is_a_child_named_after_it(recording: Recording, phase: Phase) -> None:
     observer = recording.observer()
 
-    with observer.processing("order_placed", "orders", []), observer.phase(phase, "order_placed"):
+    with observer.processing(received(), "order_placed", "event-1"), observer.phase(phase, "order_placed"):
         pass
 
-    child, parent = recording.spans[phase.value], recording.spans["process order_placed"]
+    child, parent = recording.spans[phase.value], recording.spans["process orders"]
     assert child.kind is SpanKind.INTERNAL
     assert child.parent is not None
     assert child.parent.span_id == context_of(parent).span_id
@@ -160,7 +271,7 @@ async def test_concurrent_deliveries_have_separate_phases(recording: Recording) 
     all_open = asyncio.Barrier(3)
 
     async def handle(event_type: str) -> None:
-        with observer.processing(event_type, "orders", []):
+        with observer.processing(received(), event_type, "event-1"):
             await all_open.wait()
             with observer.phase(Phase.HANDLE, event_type):
                 await all_open.wait()
@@ -174,11 +285,11 @@ async def test_concurrent_deliveries_have_separate_phases(recording: Recording) 
 
 def test_a_duplicate_links_to_the_run_that_did_the_work(recording: Recording) -> None:
     observer = recording.observer()
-    with observer.processing("first", "orders", []) as first:
+    with observer.processing(received(topic="first"), "order_placed", "event-1") as first:
         trace = first.trace()
     assert trace is not None
 
-    with observer.processing("duplicate", "orders", []) as duplicate:
+    with observer.processing(received(topic="duplicate"), "order_placed", "event-1") as duplicate:
         duplicate.link(trace)
 
     (link,) = recording.spans["process duplicate"].links
@@ -196,7 +307,7 @@ def test_a_damaged_trace_link_is_ignored(recording: Recording, damaged: TraceLin
 
 def test_no_key_is_in_a_span_by_default(recording: Recording) -> None:
     with recording.observer().phase(Phase.RESERVE) as span:
-        span.annotate(KEY_ATTRIBUTE, "order:secret")
+        span.annotate(KEY, "order:secret")
         span.annotate("idempotency.attempt", 2)
 
     assert "secret" not in recording.only.to_json()
@@ -205,9 +316,9 @@ def test_no_key_is_in_a_span_by_default(recording: Recording) -> None:
 
 def test_keys_are_in_spans_if_span_keys_is_set(recording: Recording) -> None:
     with recording.observer(span_keys=True).phase(Phase.RESERVE) as span:
-        span.annotate(KEY_ATTRIBUTE, "order:1")
+        span.annotate(KEY, "order:1")
 
-    assert attributes_of(recording.only)[KEY_ATTRIBUTE] == "order:1"
+    assert attributes_of(recording.only)[KEY] == "order:1"
 
 
 def test_an_exception_marks_the_phase_as_failed_without_its_message(recording: Recording) -> None:
@@ -241,7 +352,7 @@ def test_outgoing_messages_carry_the_context_of_the_current_span(recording: Reco
     observer = recording.observer()
     headers = [("event_id", b"2"), ("traceparent", b"of somebody else")]
 
-    with observer.processing("order_placed", "orders", FROM_PRODUCER) as span:
+    with observer.processing(received(FROM_PRODUCER), "order_placed", "event-1") as span:
         observer.inject(headers)
         trace = span.trace()
 
@@ -264,7 +375,7 @@ def test_outside_of_a_span_headers_are_not_changed(recording: Recording) -> None
 def test_an_unsampled_span_has_no_trace_link() -> None:
     observer = Recording(ParentBased(ALWAYS_OFF)).observer()
 
-    with observer.processing("order_placed", "orders", []) as span:
+    with observer.processing(received(), "order_placed", "event-1") as span:
         span.link(TraceLink(b"\1" * 16, b"\1" * 8))
         span.annotate("n", 1)
 
@@ -272,8 +383,8 @@ def test_an_unsampled_span_has_no_trace_link() -> None:
 
 
 def test_invalid_text_does_not_prevent_exporting_its_span(recording: Recording) -> None:
-    with recording.observer(span_keys=True).processing("\ud800", "\udfff", []) as span:
-        span.annotate(KEY_ATTRIBUTE, "\ud800" + "x" * 1_000_000)
+    with recording.observer(span_keys=True).processing(received(topic="\udfff"), "\ud800", "event-1") as span:
+        span.annotate(KEY, "\ud800" + "x" * 1_000_000)
 
     encoded = encode_spans([recording.only]).SerializeToString()
     assert len(encoded) < 5_000
@@ -292,7 +403,7 @@ def no_sdk(monkeypatch: pytest.MonkeyPatch) -> Callable[[otel.TracerProvider], N
 def test_without_an_sdk_no_span_is_created() -> None:
     observer = OpenTelemetryObserver("billing")
 
-    assert observer.processing("order_placed", "orders", FROM_PRODUCER) is SILENT.phase(Phase.HANDLE)
+    assert observer.processing(received(FROM_PRODUCER), "order_placed", "event-1") is SILENT.phase(Phase.HANDLE)
     assert observer.phase(Phase.HANDLE) is SILENT.phase(Phase.HANDLE)
 
 

@@ -19,7 +19,7 @@ from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.records import Completion, IdempotencyStatus, Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.telemetry import SILENT, Headers, Phase, Signal, SilentObserver, Span
+from integr8s_idem.telemetry import SILENT, Phase, ReceivedMessage, Signal, SilentObserver, Span
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.counting import CountingStore
@@ -272,13 +272,13 @@ class Recorded(SilentObserver):
         self.open = self.opened = 0
         self._recorded = recorded
 
-    def processing(self, event_type: str, topic: str, headers: Headers) -> AbstractContextManager[Span]:
+    def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
         return RecordedSpan(self, self._recorded)
 
-    def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
+    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
         assert self.open, "a phase outside of a delivery"
         self.seen.append(phase)
-        return super().phase(phase, event_type)
+        return super().phase(phase, event_type, since=since)
 
 
 class RecordedSpan(AbstractContextManager[Span]):
@@ -297,8 +297,8 @@ class RecordedSpan(AbstractContextManager[Span]):
 
 @virtual_time
 async def test_recorded_deliveries_have_all_their_phases_in_their_own_span() -> None:
-    here, depot, broker, observer = guarded(), Depot(), sent(5), Recorded()
-    here.manager.observer = here.manager.executor.observer = observer
+    depot, broker, observer = Depot(), sent(5), Recorded()
+    here = guarded(observer=observer)
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
         await worker.until(lambda: all_committed(worker))
@@ -312,23 +312,21 @@ async def test_recorded_deliveries_have_all_their_phases_in_their_own_span() -> 
 async def test_the_span_of_a_dead_lettered_delivery_ends_when_the_dead_letter_is_written(recorded: bool) -> None:
     broker, observer = sent(3), Recorded(recorded=recorded)
     broker.put(TOPIC.topic, b"not an event")
-    here = guarded()
-    here.manager.observer = here.manager.executor.observer = observer
+    here = guarded(observer=observer)
     depot = Depot(errors={1: [PermanentError("no such address")]})
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none") as worker:
         await worker.until(lambda: all_committed(worker))
         assert unfinished(worker.worker) == {}
 
-    assert (observer.open, observer.opened) == (0, 3)
+    assert (observer.open, observer.opened) == (0, 4)
     assert len(broker.values(f"{TOPIC.topic}.dlq")) == 2
 
 
 @virtual_time
 async def test_every_delivery_is_measured_once_including_duplicates() -> None:
     broker, observer = sent(5), Recorded(recorded=False)
-    here = guarded(local_memory_keys=2)
-    here.manager.observer = here.manager.executor.observer = observer
+    here = guarded(observer=observer, local_memory_keys=2)
     dispatcher = dispatcher_of(Depot().handle, here)
     async with running(dispatcher, broker, ordering="none") as worker:
         await worker.until(lambda: all_committed(worker))

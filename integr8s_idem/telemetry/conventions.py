@@ -1,0 +1,48 @@
+"""Names of span attributes: OpenTelemetry's semantic conventions, and those of this library.
+
+The messaging conventions are in development; their names and types here are those of version 1.44.0.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
+"""Version of the semantic conventions."""
+
+SYSTEM: Final = "messaging.system"
+OPERATION_NAME: Final = "messaging.operation.name"
+OPERATION_TYPE: Final = "messaging.operation.type"
+DESTINATION: Final = "messaging.destination.name"
+PARTITION: Final = "messaging.destination.partition.id"
+OFFSET: Final = "messaging.kafka.offset"
+MESSAGE_ID: Final = "messaging.message.id"
+GROUP: Final = "messaging.consumer.group.name"
+CLIENT_ID: Final = "messaging.client.id"
+BATCH_SIZE: Final = "messaging.batch.message_count"
+SERVER_ADDRESS: Final = "server.address"
+SERVER_PORT: Final = "server.port"
+ERROR_TYPE: Final = "error.type"
+EXCEPTION_TYPE: Final = "exception.type"
+EXCEPTION_MESSAGE: Final = "exception.message"
+
+SERVICE: Final = "idempotency.service"
+EVENT_TYPE: Final = "idempotency.event_type"
+DELIVERY: Final = "idempotency.delivery"
+"""Topic, partition and offset of a delivery, as `integr8s-idem keys explain` takes them."""
+OUTCOME: Final = "idempotency.outcome"
+"""A `DeliveryOutcome`."""
+DEAD_LETTER_REASON: Final = "idempotency.dead_letter_reason"
+"""Why a message was dead-lettered, from a closed set."""
+ATTEMPT: Final = "idempotency.attempt"
+VERDICT: Final = "idempotency.verdict"
+PREVIOUS: Final = "idempotency.previous"
+"""How the previous attempt ended, if there was one: `released` or `lapsed`."""
+LOOKS: Final = "idempotency.looks"
+"""How many times a key was found in progress."""
+KEY: Final = "idempotency.key"
+"""Set only if a setting allows it."""
+INTERRUPTED: Final = "idempotency.interrupted"
+"""Name of the exception that ended a phase without an error, such as a cancellation."""
+RELATION: Final = "idempotency.relation"
+"""Of a link: a `Relation`."""

@@ -1,0 +1,68 @@
+"""Describe in the span of a delivery how it ended."""
+
+from __future__ import annotations
+
+from contextvars import Context
+from typing import Final
+
+from integr8s_idem.handlers.handler import GuardedExecution, HandlerExecution
+from integr8s_idem.telemetry import DeliveryOutcome, Span, conventions
+
+_SEVERITY: Final = {outcome: number for number, outcome in enumerate(DeliveryOutcome)}
+
+
+class RecordedDelivery:
+    """The span of a delivery that is recorded, and how its handlers have ended so far."""
+
+    def __init__(self, span: Span, context: Context) -> None:
+        """`context` is the one in which `span` is current."""
+        self._span = span
+        self._context = context
+        self._outcome = DeliveryOutcome.IGNORED
+        self._attempt = 0
+        self._if_released = DeliveryOutcome.RELEASED
+
+    def observe(self, execution: HandlerExecution) -> None:
+        """Let the phases of `execution` be children of the span, and its record name the span."""
+        if isinstance(execution, GuardedExecution):
+            execution.work.context = self._context
+            execution.work.trace = self._span.trace()
+
+    def settled(self, outcome: DeliveryOutcome, attempt: int = 0) -> None:
+        """Note that one of its handlers has ended, at `attempt`; 0 if none was made."""
+        self._outcome = max(self._outcome, outcome, key=_SEVERITY.__getitem__)
+        self._attempt = max(self._attempt, attempt)
+
+    def failed(self, error: BaseException, attempt: int = 0) -> None:
+        """Note that an attempt has failed; it will be repeated."""
+        self._span.fail(error)
+        self._if_released = DeliveryOutcome.RETRIED
+        self._attempt = max(self._attempt, attempt)
+
+    def lost_lease(self, error: BaseException) -> None:
+        """Note that a run has lost its lease; it will be repeated."""
+        self._span.fail(error)
+        self._if_released = DeliveryOutcome.LOST_LEASE
+
+    def released(self) -> None:
+        """Note that one of its handlers has not ended, so that it will be redelivered."""
+        self.settled(self._if_released)
+
+    def dead_lettered(self, reason: str, error: BaseException | str, attempts: int, *, is_decoded: bool) -> None:
+        """Note that it was dead-lettered.
+
+        Args:
+            reason: From a closed set.
+            error: An exception, or text about this message.
+            attempts: Number of attempts that were made.
+            is_decoded: Whether the message is a valid event.
+        """
+        self._span.fail(error if isinstance(error, BaseException) else reason)
+        self._span.annotate(conventions.DEAD_LETTER_REASON, reason)
+        self.settled(DeliveryOutcome.DEAD_LETTERED if is_decoded else DeliveryOutcome.UNDECODABLE, attempts)
+
+    def end(self) -> None:
+        """Describe the end of the delivery in its span."""
+        self._span.annotate(conventions.OUTCOME, self._outcome.value)
+        if self._attempt:
+            self._span.annotate(conventions.ATTEMPT, self._attempt)
