@@ -20,6 +20,7 @@ from integr8s_idem.runtime.endpoints import CLOSE_SECONDS, Endpoints
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from integr8s_idem.worker.health import Health, ServiceHealth
+from tests.support.received import received
 
 GOOD = ServiceHealth("billing", live=True, ready=True)
 STARTING = ServiceHealth("audit", live=True, ready=False, reason="has no partitions yet")
@@ -54,7 +55,7 @@ async def client(process: Process) -> AsyncIterator[httpx.AsyncClient]:
 async def test_a_scrape_returns_counters(process: Process, client: httpx.AsyncClient) -> None:
     observer = PrometheusObserver("billing", process.registry)
     observer.count(Signal.DUPLICATE_BLOCKED, "order_placed")
-    with observer.processing("order_placed", "orders", []):
+    with observer.processing(received(), "order_placed", "event-1"):
         pass
 
     page = await client.get("/metrics")
