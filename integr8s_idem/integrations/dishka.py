@@ -108,7 +108,7 @@ class TelemetryProvider(Provider):
     @provide
     def observer(self, settings: Settings, service: ServiceName) -> Observer:
         group = settings.service(service).group_id or self._group_id
-        return observer_for(settings.telemetry, service, group=group)
+        return observer_for(settings.telemetry, service, group=group, kafka=settings.kafka)
 
 
 class EventContextProvider(Provider):

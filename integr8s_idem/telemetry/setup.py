@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
-from integr8s_idem.config import TelemetrySettings
+from integr8s_idem.config import KafkaSettings, TelemetrySettings
 from integr8s_idem.config.message_text import installing
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.telemetry import Observer
@@ -133,19 +133,24 @@ def check_exporter(settings: TelemetrySettings) -> None:
         _exporter_class(exporter)
 
 
-def observer_for(settings: TelemetrySettings, service: str, *, group: str | None = None) -> Observer:
+def observer_for(
+    settings: TelemetrySettings, service: str, *, group: str | None = None, kafka: KafkaSettings | None = None
+) -> Observer:
     """Return the observer of `service`: metrics if they are enabled, and spans when the process has an SDK.
 
-    The same arguments return the same observer.
+    The same arguments return the same observer.  Spans name the Kafka client and the first broker of `kafka`.
     """
-    return _observer(settings.metrics_enabled, settings.span_keys, service, group)
+    client_id, servers = ("", "") if kafka is None else (kafka.client_id, kafka.bootstrap_servers)
+    return _observer(settings.metrics_enabled, settings.span_keys, service, group, client_id, servers)
 
 
 @cache
-def _observer(metrics: bool, span_keys: bool, service: str, group: str | None) -> Observer:
+def _observer(
+    metrics: bool, span_keys: bool, service: str, group: str | None, client_id: str, servers: str
+) -> Observer:
     from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 
-    spans = OpenTelemetryObserver(service, span_keys=span_keys, group=group)
+    spans = OpenTelemetryObserver(service, span_keys=span_keys, group=group, client_id=client_id, servers=servers)
     if not metrics:
         return spans
     from integr8s_idem.telemetry.prometheus import PrometheusObserver

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from integr8s_idem.testing.embedded_harness import EmbeddedHarness
     from integr8s_idem.testing.faults import Fault
     from integr8s_idem.testing.flaky_store import FlakyStore
-    from integr8s_idem.testing.harness import NotReachedError, WorkerHarness
+    from integr8s_idem.testing.harness import NotReachedError, WorkerHarness, recorded_spans
     from integr8s_idem.testing.harness_run import NotSettledError
     from integr8s_idem.testing.memory_broker import StoredMessage
     from integr8s_idem.testing.observations import DeadLetterSeen, HandlerRun
+    from integr8s_idem.testing.span_recorder import RecordedSpan, RecordedSpans
 
 __all__ = [
     "CrashPoint",
@@ -38,11 +39,14 @@ __all__ = [
     "NotReachedError",
     "NotSettledError",
     "RecordAdminContract",
+    "RecordedSpan",
+    "RecordedSpans",
     "RepositoryContract",
     "SteppedClock",
     "StoreUnderTest",
     "StoredMessage",
     "WorkerHarness",
+    "recorded_spans",
 ]
 
 _MODULES: Final = {
@@ -55,7 +59,10 @@ _MODULES: Final = {
     "NotReachedError": "harness",
     "NotSettledError": "harness_run",
     "StoredMessage": "memory_broker",
+    "RecordedSpan": "span_recorder",
+    "RecordedSpans": "span_recorder",
     "WorkerHarness": "harness",
+    "recorded_spans": "harness",
 }
 """The module of each name; the others are in `contract`."""
 

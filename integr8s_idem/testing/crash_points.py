@@ -54,6 +54,7 @@ from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.consumer import make_consumer
 from integr8s_idem.worker.kafka_protocols import Consumer
+from integr8s_idem.worker.publisher import Placement
 
 __all__ = [
     "CrashPlan",
@@ -250,20 +251,22 @@ class CrashingPublisher(EventPublisher):
         await super().publish(*events)
         self._plan.reached(CrashPoint.AFTER_PUBLISH)
 
-    async def send_message(self, message: Message) -> None:
+    async def send_message(self, message: Message) -> Placement | None:
         self._plan.reached(CrashPoint.BEFORE_SEND)
-        await super().send_message(message)
+        placement = await super().send_message(message)
         self._plan.reached(CrashPoint.AFTER_SEND)
+        return placement
 
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
-    ) -> None:
+    ) -> Placement | None:
         is_dead_letter = topic.endswith(self._dead_letter_suffix)
         if is_dead_letter:
             self._plan.reached(CrashPoint.BEFORE_DEAD_LETTER)
-        await super().send(topic, key, value, headers)
+        placement = await super().send(topic, key, value, headers)
         if is_dead_letter:
             self._plan.reached(CrashPoint.AFTER_DEAD_LETTER)
+        return placement
 
 
 def crashing_invoke(plan: CrashPlan, invoke: Invoke = call_with_event) -> Invoke:

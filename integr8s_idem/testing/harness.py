@@ -36,6 +36,7 @@ from integr8s_idem.testing.harness_run import Running
 from integr8s_idem.testing.memory_broker import StoredMessage
 from integr8s_idem.testing.observations import DeadLetterSeen, HandlerRun
 from integr8s_idem.testing.provider_overrides import Overrides
+from integr8s_idem.testing.span_recorder import RecordedSpans
 
 if TYPE_CHECKING:
     from integr8s_idem.testing.sqlite_store import SqliteStore
@@ -237,6 +238,11 @@ class WorkerHarness:
         """All messages in the broker, or those of one topic, in order for each partition."""
         return self._here.world.broker.messages(topic)
 
+    @property
+    def spans(self) -> RecordedSpans:
+        """The spans that have ended; see `recorded_spans`."""
+        return self._here.world.spans.spans()
+
     async def records(self) -> list[IdempotencyRecord]:
         """Return all records of the store, in no particular order."""
         return [record async for record in self.store.inner.scan("")]
@@ -279,6 +285,14 @@ class WorkerHarness:
                 "enable the plugin integr8s_idem.testing.plugin"
             )
         return self._entered
+
+
+def recorded_spans(harness: WorkerHarness) -> RecordedSpans:
+    """Return the spans that the services of `harness` have recorded, also those of workers that have crashed.
+
+    All spans are recorded, whatever the settings say about sampling.  A span that was open in a crash is missing.
+    """
+    return harness.spans
 
 
 def _name(point: CrashPoint | str) -> str:

@@ -19,6 +19,7 @@ from integr8s_idem.runtime.containers import get_dispatcher
 from integr8s_idem.runtime.service_group import section_of
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.outbox import Outbox
+from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan, CrashPoint, crashing_consumer
 from integr8s_idem.testing.faults import ClientPoints, Points
 from integr8s_idem.testing.flaky_store import FlakyStore
@@ -26,8 +27,10 @@ from integr8s_idem.testing.memory_broker import MemoryBroker, MemoryConsumer
 from integr8s_idem.testing.observations import HandlerRun
 from integr8s_idem.testing.provider_overrides import Overrides
 from integr8s_idem.testing.simulated_processes import Process
+from integr8s_idem.testing.span_recorder import SpanRecorder
 from integr8s_idem.worker import EventPublisher, ServiceWorker
 from integr8s_idem.worker.kafka_protocols import Consumer
+from integr8s_idem.worker.publisher import Placement
 
 if TYPE_CHECKING:
     from integr8s_idem.testing.sqlite_store import SqliteStore
@@ -45,8 +48,10 @@ class Events:
 class MemoryPublisher(EventPublisher):
     """Publishes to an in-memory broker, with crash points."""
 
-    def __init__(self, settings: KafkaSettings, broker: MemoryBroker, points: Points, events: Events) -> None:
-        super().__init__(settings)
+    def __init__(
+        self, settings: KafkaSettings, broker: MemoryBroker, points: Points, events: Events, observer: Observer
+    ) -> None:
+        super().__init__(settings, observer)
         self._events = events
         self._broker = broker
         self._points = points
@@ -61,26 +66,29 @@ class MemoryPublisher(EventPublisher):
         self._events.made[event.event_id] = event
         return super().message(event)
 
-    async def send_message(self, message: Message) -> None:
-        await super().send_message(message)
+    async def send_message(self, message: Message) -> Placement | None:
+        placement = await super().send_message(message)
         self._events.published.setdefault(message.event_id, self._events.made[message.event_id])
+        return placement
 
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
-    ) -> None:
+    ) -> Placement | None:
         verb = "dead_letter" if topic.endswith(self._dead_letter_suffix) else "send"
         await self._points.reached(f"before_{verb}")
-        self._broker.append(topic, key, value, headers)
+        message = self._broker.append(topic, key, value, headers)
         await self._points.reached(f"after_{verb}")
+        return Placement(message.partition, message.offset)
 
 
 class RelayPublisher(MemoryPublisher):
     """The publisher of a relay, with the crash points of a handler's publisher."""
 
-    async def send_message(self, message: Message) -> None:
+    async def send_message(self, message: Message) -> Placement | None:
         await self._points.reached(CrashPoint.BEFORE_PUBLISH.value)
-        await super().send_message(message)
+        placement = await super().send_message(message)
         await self._points.reached(CrashPoint.AFTER_PUBLISH.value)
+        return placement
 
 
 class MemoryStore(CrashingStore):
@@ -102,12 +110,13 @@ class World:
     points: Points = field(default_factory=Points)
     runs: list[HandlerRun] = field(default_factory=list)
     events: Events = field(default_factory=Events)
+    spans: SpanRecorder = field(default_factory=SpanRecorder)
     sqlite: SqliteStore | None = None
     """The store in a file, if configured."""
 
-    def publisher(self, kind: type[MemoryPublisher] = MemoryPublisher) -> MemoryPublisher:
+    def publisher(self, kind: type[MemoryPublisher] = MemoryPublisher, observer: Observer = SILENT) -> MemoryPublisher:
         """Make a publisher for the broker."""
-        return kind(self.settings.kafka, self.broker, self.points, self.events)
+        return kind(self.settings.kafka, self.broker, self.points, self.events, observer)
 
 
 class WorkerRun:
@@ -174,8 +183,9 @@ class WorkerRun:
     async def _run(self) -> None:
         world, settings = self._world, self._world.settings
         plan = ClientPoints(world.points)
-        publisher = world.publisher()
-        container = self._container(plan, publisher)
+        observer = world.spans.observer(self.service.name, group=self.service.group_id)
+        publisher = world.publisher(observer=observer)
+        container = self._container(plan, publisher, observer)
         try:
             dispatcher = await get_dispatcher(container, self.service.name)
             dispatcher.invoke_with(self._recorded(dispatcher.invoke))
@@ -191,14 +201,14 @@ class WorkerRun:
                 consumer=crashing_consumer(plan, self._join),
             )
             beside = [run_background(work, container) for work in self.service.background]
-            relaying = world.publisher(RelayPublisher)
+            relaying = world.publisher(RelayPublisher, observer)
             await run_worker(self.worker, dispatcher, relaying, settings.kafka, beside)
         finally:
             await container.close()
 
-    def _container(self, plan: CrashPlan, publisher: MemoryPublisher) -> AsyncContainer:
+    def _container(self, plan: CrashPlan, publisher: MemoryPublisher, observer: Observer) -> AsyncContainer:
         world = self._world
-        replacements: dict[Any, object] = {EventPublisher: publisher}
+        replacements: dict[Any, object] = {EventPublisher: publisher, Observer: observer}
         if world.sqlite is None:
             replacements[IdempotencyRepository] = MemoryStore(world.store, plan)
             return world.overrides.container(self.service, world.settings, replacements)

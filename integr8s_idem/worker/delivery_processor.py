@@ -36,7 +36,7 @@ from integr8s_idem.worker.dead_letters import DeadLetter, DeadLetterMessage, is_
 from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.kafka_protocols import Record
 from integr8s_idem.worker.poison_events import PoisonEventRunner
-from integr8s_idem.worker.publisher import EventPublisher
+from integr8s_idem.worker.publisher import EventPublisher, describe_placement
 from integr8s_idem.worker.replay_policy import (
     NO_REPLAY,
     OTHER_EVENT,
@@ -254,7 +254,9 @@ class DeliveryProcessor:
             try:
                 # One at a time: a broker refuses a whole batch, so that messages that fit would be shortened as well.
                 async with self._topic_locks[topic]:
-                    await self.publisher.send(topic, message.key, message.value, message.headers)
+                    with self.observer.sending(topic) as span:
+                        placement = await self.publisher.send(topic, message.key, message.value, message.headers)
+                        describe_placement(span, placement)
                 break
             except (PublishError, EventTooLargeError) as error:
                 if isinstance(error, EventTooLargeError) and message.drop_part():

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError
@@ -21,6 +21,20 @@ logger = logging.getLogger(__name__)
 
 Sendable: TypeAlias = tuple[str, bytes | None, bytes | None, Sequence[tuple[str, bytes]]]
 """Topic, key, value and headers of a message."""
+
+
+class Placement(NamedTuple):
+    """Where the broker has placed a message."""
+
+    partition: int
+    offset: int
+
+
+def describe_placement(span: Span, placement: Placement | None) -> None:
+    """Add the place of a sent message to its span."""
+    if placement is not None:
+        span.annotate(conventions.PARTITION, str(placement.partition))
+        span.annotate(conventions.OFFSET, placement.offset)
 
 
 class EventPublisher:
@@ -72,25 +86,33 @@ class EventPublisher:
         # One after another: while the client connects, a later event could overtake earlier ones that wait.
         for event in sequence:
             with self._observer.sending(self.topic_of(event.event_type), event.event_id) as span:
-                message = self.message(event)  # with the context of this span
-                await self._send(span, message.topic, message.key, message.value, message.headers)
-            self._observer.count(Signal.PUBLISHED, message.event_type)
+                # The message carries the context of this span.
+                describe_placement(span, await self.send_message(self.message(event)))
 
-    async def send_message(self, message: Message) -> None:
-        """Send a message that was encoded earlier.
+    async def publish_message(self, message: Message) -> None:
+        """Publish a message that was encoded earlier, in the trace that its headers name.
+
+        Raises:
+            PublishError, EventTooLargeError: See `send_message`.
+        """
+        with self._observer.sending(message.topic, message.event_id, message.headers) as span:
+            describe_placement(span, await self.send_message(message))
+
+    async def send_message(self, message: Message) -> Placement | None:
+        """Send an encoded message, and return where the broker has placed it, if it is known.
 
         Raises:
             PublishError: The broker did not confirm it in time; it may have been written.
             EventTooLargeError: The broker refuses it as too large.
         """
-        with self._observer.sending(message.topic, message.event_id, message.headers) as span:
-            await self._send(span, message.topic, message.key, message.value, message.headers)
+        placement = await self.send(message.topic, message.key, message.value, message.headers)
         self._observer.count(Signal.PUBLISHED, message.event_type)
+        return placement
 
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
-    ) -> None:
-        """Send a message unchanged.
+    ) -> Placement | None:
+        """Send a message unchanged, and return where the broker has placed it, if it is known.
 
         A message without key and value gets an empty value, since the client does not send messages without both.
 
@@ -98,30 +120,23 @@ class EventPublisher:
             EventTooLargeError: The broker refuses it as too large.
             PublishError: The broker did not confirm it in time; it may have been written.
         """
-        with self._observer.sending(topic) as span:
-            await self._send(span, topic, key, value, headers)
-
-    async def _send(
-        self, span: Span, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
-    ) -> None:
         used: AIOKafkaProducer | None = None
 
-        async def confirmed() -> None:
+        async def confirmed() -> Placement:
             nonlocal used
             used = await self._connected()
             body = b"" if key is None and value is None else value
             sent = await used.send(topic, value=body, key=key, headers=list(headers))
             try:
                 placed = await sent
+                return Placement(placed.partition, placed.offset)
             except MessageSizeTooLargeError:
                 # The refusal leaves a gap in the producer's sequence numbers: its next batch would fail.
                 await self._discard(used)
                 raise
-            span.annotate(conventions.PARTITION, str(placed.partition))
-            span.annotate(conventions.OFFSET, placed.offset)
 
         try:
-            await bounded(confirmed(), self._settings.request_timeout_seconds)
+            return await bounded(confirmed(), self._settings.request_timeout_seconds)
         except MessageSizeTooLargeError as error:
             raise EventTooLargeError(topic, len(value or b""), self._settings.max_event_bytes) from error
         except (KafkaError, OSError, TimeoutError) as error:

@@ -123,7 +123,7 @@ class Relay:
     async def _send(self, row: Waiting) -> None:
         if row.fault:
             raise _DamagedRowError(row)
-        await self._publisher.send_message(row.message)
+        await self._publisher.publish_message(row.message)
 
 
 class _DamagedRowError(Exception):

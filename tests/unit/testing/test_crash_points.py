@@ -232,10 +232,9 @@ class ProducerInMemory:
     def __init__(self, broker: FakeBroker) -> None:
         self._broker = broker
 
-    async def send(self, topic: str, **message: Any) -> asyncio.Future[None]:
-        self._broker.put(topic, message["value"], key=message["key"], headers=message["headers"])
+    async def send(self, topic: str, **message: Any) -> asyncio.Future[Any]:
         confirmed = asyncio.get_running_loop().create_future()
-        confirmed.set_result(None)
+        confirmed.set_result(self._broker.put(topic, message["value"], key=message["key"], headers=message["headers"]))
         return confirmed
 
 
