@@ -100,7 +100,8 @@ class DictStore:
             record = replace(
                 record, lapsed=last.lapsed + lapsed, lapsed_alone=last.lapsed_alone + (lapsed and last.alone)
             )
-        return self._keep(request, Row(record, request.token, previous), now)
+        reserved = self._keep(request, Row(record, request.token, previous), now)
+        return reserved if last is None else replace(reserved, trace=last.trace)
 
     def _keep(self, request: ReserveRequest, row: Row, now: datetime) -> Reserved:
         lease = min(request.lease, LONGEST)

@@ -97,7 +97,10 @@ class Reserved:
     lapsed_alone: int = 0
     """How many of them ran alone in their process."""
     trace: TraceLink | None = None
-    """Trace of the previous attempt, if there was one and it was recorded."""
+    """Trace of the previous attempt, if its lease lapsed or its owner released it, and it was recorded.
+
+    A repeated request, whose first answer was lost, may get `None`: most stores no longer have it then.
+    """
 
 
 @quick

@@ -123,7 +123,7 @@ class MemoryIdempotencyRepository:
             lapsed_alone=0 if last is None else last.lapsed_alone + (has_lapsed and last.alone),
             alone=request.alone,
         )
-        return _reserved(request, entry)
+        return _reserved(request, entry, None if last is None else last.trace)
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
         now = self._clock()
@@ -308,7 +308,8 @@ def _life(request: ReserveRequest) -> timedelta:
     return min(max(request.retention, request.lease), _CENTURY)
 
 
-def _reserved(request: ReserveRequest, entry: _Entry) -> Reserved:
+def _reserved(request: ReserveRequest, entry: _Entry, trace: TraceLink | None = None) -> Reserved:
+    """Return the verdict; `trace` is that of the previous attempt, which a repeated request no longer finds."""
     return Reserved(
         key=request.key,
         token=entry.token,
@@ -318,6 +319,7 @@ def _reserved(request: ReserveRequest, entry: _Entry) -> Reserved:
         previous=entry.previous,
         lapsed=entry.lapsed,
         lapsed_alone=entry.lapsed_alone,
+        trace=trace,
     )
 
 

@@ -14,7 +14,6 @@ from integr8s_idem.records import (
     InProgress,
     Reserved,
     StoredResult,
-    TraceLink,
 )
 from integr8s_idem.testing.store_under_test import (
     LEASE,
@@ -27,6 +26,7 @@ from integr8s_idem.testing.store_under_test import (
     fail,
     lapse,
     new_key,
+    new_trace,
     take,
     wish,
     write,
@@ -37,7 +37,7 @@ class SettlingContract:
     """Part of `RepositoryContract`."""
 
     async def test_a_completed_key_answers_with_its_result(self, store: StoreUnderTest) -> None:
-        key, trace = new_key(), TraceLink(os.urandom(16), os.urandom(8))
+        key, trace = new_key(), new_trace()
         reserved = await ask(store, wish(key, trace=trace, fingerprint=b"f" * 16))
         assert isinstance(reserved, Reserved)
 

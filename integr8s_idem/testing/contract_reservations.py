@@ -19,10 +19,13 @@ from integr8s_idem.testing.store_under_test import (
     LEASE,
     RETENTION,
     SLACK,
+    TTL,
     StoreUnderTest,
     ask,
+    complete,
     lapse,
     new_key,
+    new_trace,
     take,
     wish,
     write,
@@ -102,6 +105,83 @@ class ReservingContract:
         assert again == first
         assert isinstance(again, Reserved)
         assert (again.attempt, again.previous) == (2, Previous.LAPSED)
+
+    @pytest.mark.parametrize("fingerprint", [None, b"f" * 16])
+    @pytest.mark.parametrize("end", ["lapse", "release"])
+    async def test_the_next_attempt_gets_the_trace_of_the_last_one(
+        self, store: StoreUnderTest, end: str, fingerprint: bytes | None
+    ) -> None:
+        key, traces = new_key(), [new_trace() for _ in range(3)]
+        verdicts = []
+        for trace in traces:
+            verdict = await ask(store, wish(key, trace=trace, fingerprint=fingerprint, alone=trace is traces[1]))
+            assert isinstance(verdict, Reserved)
+            verdicts.append(verdict)
+            if end == "release":
+                await store.repository.release([verdict])
+            else:
+                await lapse(store)
+
+        assert [verdict.trace for verdict in verdicts] == [None, *traces[:2]]
+
+    async def test_the_next_attempt_gets_no_trace_if_the_last_one_had_none(self, store: StoreUnderTest) -> None:
+        key = new_key()
+        await ask(store, wish(key, trace=new_trace()))
+        await lapse(store)
+        await take(store, key)
+        await lapse(store)
+
+        third = await ask(store, wish(key, trace=new_trace()))
+
+        assert isinstance(third, Reserved)
+        assert (third.previous, third.trace) == (Previous.LAPSED, None)
+
+    @pytest.mark.parametrize("end", ["expire", "settle and expire", "delete"])
+    async def test_a_record_that_is_gone_leaves_no_trace(self, store: StoreUnderTest, end: str) -> None:
+        key = new_key()
+        await ask(store, wish(key, trace=new_trace()))
+        await lapse(store)
+        second = await ask(store, wish(key, trace=new_trace()))
+        assert isinstance(second, Reserved)
+        if end == "delete":
+            await store.repository.delete([key])
+        elif end == "expire":
+            await store.advance(RETENTION + SLACK)
+        else:
+            await complete(store, second)
+            await store.advance(TTL + SLACK)
+
+        again = await ask(store, wish(key, trace=new_trace()))
+
+        assert isinstance(again, Reserved)
+        assert (again.attempt, again.previous, again.trace) == (1, Previous.NONE, None)
+
+    async def test_a_repeated_request_never_gets_its_own_trace(self, store: StoreUnderTest) -> None:
+        """The store may have replaced the trace of the previous attempt by then: no trace is a valid answer."""
+        key, trace = new_key(), new_trace()
+        await ask(store, wish(key, trace=trace))
+        await lapse(store)
+        request = wish(key, trace=new_trace())
+        first = await ask(store, request)
+
+        again = [await ask(store, request), await ask(store, replace(request, alone=True))]
+
+        assert isinstance(first, Reserved)
+        assert first.trace == trace
+        for verdict in again:
+            assert verdict in (first, replace(first, trace=None))
+
+    async def test_each_key_of_a_batch_gets_its_own_trace(self, store: StoreUnderTest) -> None:
+        keys = [new_key() for _ in range(4)]
+        traces = [new_trace(), None, new_trace(), None]
+        await store.repository.reserve(
+            [wish(key, trace=trace) for key, trace in zip(keys[:3], traces[:3], strict=True)]
+        )
+        await lapse(store)
+
+        verdicts = await store.repository.reserve([wish(key, trace=new_trace()) for key in keys])
+
+        assert [verdict.trace for verdict in verdicts if isinstance(verdict, Reserved)] == traces
 
     async def test_lapsed_attempts_are_counted_and_released_ones_are_not(self, store: StoreUnderTest) -> None:
         key = new_key()

@@ -26,6 +26,7 @@ from integr8s_idem.records import (
     Reserved,
     ReserveRequest,
     StoredResult,
+    TraceLink,
     Verdict,
 )
 from integr8s_idem.stores import IdempotencyRepository
@@ -164,22 +165,23 @@ class _History(RuleBasedStateMachine):
         return answer
 
     @rule(
-        wanted=st.lists(st.tuples(_KEYS, _FINGERPRINTS, st.booleans()), min_size=1, max_size=4),
+        wanted=st.lists(st.tuples(_KEYS, _FINGERPRINTS, st.booleans(), st.booleans()), min_size=1, max_size=4),
         lease=_LEASES,
         life=_RETENTIONS,
     )
     @_in_time
-    def reserve(self, wanted: list[tuple[str, bytes | None, bool]], lease: int, life: int) -> None:
+    def reserve(self, wanted: list[tuple[str, bytes | None, bool, bool]], lease: int, life: int) -> None:
         requests = [
             ReserveRequest(
                 key=self.root + key,
-                token=next(self.tokens),
+                token=(token := next(self.tokens)),
                 lease=timedelta(seconds=lease),
                 retention=timedelta(seconds=life),
                 fingerprint=fingerprint,
                 alone=alone,
+                trace=TraceLink(token, token[-8:]) if is_traced else None,
             )
-            for key, fingerprint, alone in wanted
+            for key, fingerprint, alone, is_traced in wanted
         ]
         self.requests += requests
         self._reserve(requests)
@@ -207,12 +209,16 @@ class _History(RuleBasedStateMachine):
                 _seconds(request.retention),
                 request.fingerprint,
                 request.alone,
+                request.trace,
             )
             assert type(verdict).__name__ == name
             assert verdict.key == request.key
             self._compare(verdict, record, self.model.now)
             if isinstance(verdict, Reserved):
-                self._remember(verdict, record.owner, new=self.model.turns > turns)
+                is_new = self.model.turns > turns
+                self._remember(verdict, record.owner, new=is_new)
+                # A repeated request may get no trace, but never another one.
+                assert verdict.trace == record.previous_trace or (verdict.trace is None and not is_new)
 
     def _compare(self, verdict: Verdict, record: ModelRecord, now: int) -> None:
         if isinstance(verdict, KeyReused):

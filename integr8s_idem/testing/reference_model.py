@@ -41,6 +41,9 @@ class ModelRecord:
     lapsed: int = 0
     lapsed_alone: int = 0
     alone: bool = False
+    trace: object = None
+    previous_trace: object = None
+    """Trace of the previous attempt."""
 
 
 @dataclass(slots=True)
@@ -57,7 +60,14 @@ class Model:
         return found if found is not None and found.expires > self.now else None
 
     def reserve(
-        self, key: str, token: bytes, lease: int, retention: int, fingerprint: bytes | None, alone: bool
+        self,
+        key: str,
+        token: bytes,
+        lease: int,
+        retention: int,
+        fingerprint: bytes | None,
+        alone: bool,
+        trace: object,
     ) -> tuple[str, ModelRecord]:
         """Return the name of the verdict and its record."""
         found = self.record(key)
@@ -68,7 +78,7 @@ class Model:
 
         def take() -> tuple[str, ModelRecord]:
             taken = self._take(key, token, lease, retention, fingerprint, found, previous)
-            taken.alone = alone
+            taken.alone, taken.trace = alone, trace
             return RESERVED, taken
 
         if found is None:
@@ -105,6 +115,7 @@ class Model:
             fingerprint=fingerprint,
             lease_until=self.now + lease,
             expires=self.now + retention,
+            previous_trace=last.trace if last is not None else None,
             lapsed=last.lapsed + has_lapsed if last is not None else 0,
             lapsed_alone=last.lapsed_alone + (has_lapsed and last.alone) if last is not None else 0,
         )

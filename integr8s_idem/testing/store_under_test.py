@@ -58,6 +58,10 @@ def new_key() -> str:
     return f"contract:{uuid.uuid4().hex}:work"
 
 
+def new_trace() -> TraceLink:
+    return TraceLink(os.urandom(16), os.urandom(8))
+
+
 def wish(
     key: str,
     *,

@@ -46,7 +46,7 @@ impl RedisCodec {
             )?,
             reserved: Slots::new(
                 reserved,
-                &["key", "token", "attempt", "fence", "lease", "previous", "lapsed", "lapsed_alone"],
+                &["key", "token", "attempt", "fence", "lease", "previous", "lapsed", "lapsed_alone", "trace"],
             )?,
             completion: Slots::new(completion, &["reservation", "ttl", "result", "result_dropped"])?,
             result: Slots::new(result, &["body", "content_type"])?,
@@ -83,7 +83,7 @@ impl RedisCodec {
         let py = requests.py();
         let fence = answer.get_item(0)?;
         let (zero, one) = (0_u8.into_pyobject(py)?.into_any(), 1_u8.into_pyobject(py)?.into_any());
-        let previous = self.no_previous.bind(py);
+        let (previous, no_trace) = (self.no_previous.bind(py), py.None().into_bound(py));
         let mut verdicts = Vec::with_capacity(answer.len().saturating_sub(1));
         for (index, one_answer) in answer.iter().skip(1).enumerate() {
             // Small integers exist once.
@@ -93,7 +93,7 @@ impl RedisCodec {
             });
             verdicts.push(match parts {
                 Some((key, token, lease)) => {
-                    Some(self.reserved.make(py, &[&key, &token, &one, &fence, &lease, previous, &zero, &zero])?)
+                    Some(self.reserved.make(py, &[&key, &token, &one, &fence, &lease, previous, &zero, &zero, &no_trace])?)
                 }
                 None => None,
             });

@@ -18,12 +18,13 @@ from integr8s_idem.events import BaseEvent, EventDecoder, read_json
 from integr8s_idem.keys import Key, KeyResolver
 from integr8s_idem.records import Completion, Reserved, ReserveRequest, StoredResult, TraceLink
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.stores.redis import batch_codec, round_trips, scripts
+from integr8s_idem.stores.redis import batch_codec, codec, round_trips, scripts
 from integr8s_idem.telemetry import SILENT
 from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.fuzz.claims import must
 from tests.fuzz.events import OrderPlaced, message
 from tests.fuzz.mutators import NUMBERS, damaged, text
+from tests.support.stored import checked
 
 BODIES: Final = 10
 """Bodies per run: one message, and damaged copies of it."""
@@ -201,12 +202,23 @@ def _completed(random: Random) -> Figures:
     return must_agree("completions", lambda: batch_codec.encode_completions(completions), completions)
 
 
+def _taken_over(random: Random, request: ReserveRequest) -> bytes:
+    """Return the answer to a takeover, sometimes with the trace of the previous attempt."""
+    packed = codec.encode_request(request)
+    header = bytes((codec.FORMAT, codec.PROCESSING, packed[0] + random.choice((32, 64)))) + b"\0\2" + bytes(13)
+    trace = b"\0" + random.randbytes(24) if random.random() < 0.7 else b""
+    return trace + checked(header) + packed[1:]
+
+
 def _answered(random: Random) -> Figures:
     requests = [
         ReserveRequest(key=text(random), token=b"t" * 16, lease=_SECOND, retention=_SECOND)
         for _ in range(random.randint(1, 4))
     ]
-    answers = [random.choice((0, 0, 0, 1, 2, random.randbytes(random.randint(0, 60)))) for _ in requests]
+    answers = [
+        random.choice((0, 0, 0, 1, 2, random.randbytes(random.randint(0, 60)), _taken_over(random, request)))
+        for request in requests
+    ]
     if random.random() < 0.05:
         answers = answers[:-1] if random.random() < 0.5 else [*answers, 1]
     answer = [random.choice((1_700 * 10**12, 0)), *answers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import timedelta
 from random import Random
 from typing import Any
@@ -88,6 +89,16 @@ def recorded(random: Random) -> Figures:
         verdict = codec.verdict_of(asks, must_show, NOW_US)
         assert isinstance(verdict, Corrupt), f"{raw.hex()} damaged to {must_show.hex()} is {verdict}"
     codec.holds_lease(must_show, NOW_US // 1000)
+    # The answer to a takeover begins with the trace of the previous attempt.
+    trace = random.randbytes(24)
+    verdict = codec.verdict_of(asks, b"\0" + trace + raw, NOW_US)
+    if raw[0] == codec.FORMAT:
+        trace_link = TraceLink(trace[:16], trace[16:])
+        assert verdict == (replace(sound, trace=trace_link) if isinstance(sound, Reserved) else sound), verdict
+    else:
+        assert isinstance(verdict, Corrupt), verdict
+    for must_show in (flipped(raw, bit), raw[:at]):
+        assert isinstance(codec.verdict_of(asks, b"\0" + trace + must_show, NOW_US), Corrupt), must_show.hex()
     # Any other damage: any verdict is allowed.
     assert codec.verdict_of(asks, damaged(random, raw), NOW_US).key == "k"
     assert codec.verdict_of(asks, b"\1" + damaged(random, raw)[1:], NOW_US).key == "k"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -26,11 +28,11 @@ from integr8s_idem.records import (
     TraceLink,
 )
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.stores.redis import RedisIdempotencyRepository, codec, redis_client
+from integr8s_idem.stores.redis import RedisIdempotencyRepository, codec, redis_client, scripts
 from integr8s_idem.stores.redis.servers import AT_ONCE
 from tests.support.fault_proxy import Cut, FaultProxy
 from tests.support.redis import RedisServer, url_of
-from tests.support.stored import changed, checked
+from tests.support.stored import changed, checked, unchecked
 
 LEASE = timedelta(seconds=30)
 RETENTION = timedelta(hours=1)
@@ -110,6 +112,51 @@ async def test_a_fence_is_the_clock_of_the_server_in_microseconds(
     seconds, microseconds = await redis_client.time()
 
     assert 0 <= seconds * 1_000_000 + microseconds - reserved.fence < 10_000_000
+
+
+async def answer_of(client: Redis, request: ReserveRequest) -> object:
+    """Return the answer of the script about one key."""
+    answers = await client.eval(scripts.RESERVE.text, 1, request.key, codec.encode_reserve(request))
+    return answers[1]
+
+
+@pytest.mark.parametrize("fingerprint", [None, b"f" * 16])
+async def test_only_the_answer_to_a_takeover_of_a_traced_attempt_is_longer_than_the_record(
+    redis_client: Redis, fingerprint: bytes | None
+) -> None:
+    untraced = request_for("k", lease=timedelta(0), fingerprint=fingerprint)
+    traced = replace(untraced, token=os.urandom(16), trace=TraceLink(b"t" * 16, b"s" * 8))
+    last = replace(untraced, token=os.urandom(16), lease=LEASE)
+    answers: list[object] = []
+    records: list[Any] = []
+    for request in (untraced, traced, last, last, request_for("k")):
+        answers.append(await answer_of(redis_client, request))
+        records.append(await redis_client.get("k"))
+
+    new, first_takeover, second_takeover, repeated, in_progress = answers
+
+    assert new == 0
+    assert first_takeover == records[1]
+    assert second_takeover == b"\0" + b"t" * 16 + b"s" * 8 + records[2]
+    assert repeated == records[3]
+    assert in_progress == records[4]
+
+
+@pytest.mark.scenario(93)
+@pytest.mark.parametrize("fingerprint", [None, b"f" * 16])
+async def test_a_takeover_of_a_record_in_an_earlier_format_gets_its_trace(
+    store: RedisIdempotencyRepository, redis_client: Redis, fingerprint: bytes | None
+) -> None:
+    trace = TraceLink(os.urandom(16), os.urandom(8))
+    first = request_for("k", lease=timedelta(0), fingerprint=fingerprint)
+    await take(store, replace(first, trace=trace))
+    record = await redis_client.get("k")
+    assert isinstance(record, bytes)
+    await redis_client.set("k", unchecked(record), px=60_000)
+
+    second = await take(store, request_for("k"))
+
+    assert (second.attempt, second.previous, second.trace) == (2, Previous.LAPSED, trace)
 
 
 @pytest.mark.scenario(8)

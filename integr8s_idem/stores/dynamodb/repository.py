@@ -148,7 +148,8 @@ class DynamoIdempotencyRepository:
         if existing is not None:
             return existing, None
         if entry.lease_until and entry.token == request.token:
-            # A reservation with the same token: the response to an earlier call was lost.
+            # A reservation with the same token: the response to an earlier call was lost.  That call replaced the
+            # trace of the previous attempt.
             verdict = Reserved(
                 key=request.key,
                 token=entry.token,
@@ -176,6 +177,7 @@ class DynamoIdempotencyRepository:
             previous=previous,
             lapsed=last.lapsed + has_lapsed if last is not None else 0,
             lapsed_alone=last.lapsed_alone + (has_lapsed and last.alone) if last is not None else 0,
+            trace=last.trace if last is not None else None,
         )
         return reserved, item_of(request, reserved, now)
 

@@ -55,6 +55,9 @@ fingerprint and trace.  A *holder* is fence and token, which identify a reservat
 are six bytes of milliseconds.  Everything about one key is one argument, because the cost in the
 driver grows with the number of arguments.
 
+The answer to a reservation is the record after it.  A takeover replaces the trace of the previous attempt; if there is
+one, the answer begins with it: a zero byte, which no record begins with, and the 24 bytes.
+
 Settled records were also written in format 1, which had no checks, and in format 2.  Records in both formats can be
 read, and taken over when their leases end.
 
@@ -139,8 +142,11 @@ _PREVIOUS: Final[Mapping[int, Previous]] = {
 _FLAG_BYTES: Final = tuple(bytes((flags,)) for flags in range(256))
 _HISTORY: Final = b"\xff"
 """First byte of the history of attempts."""
+_PREVIOUS_TRACE: Final = b"\0"
+"""First byte of an answer that begins with the trace of the previous attempt."""
 _SETTLED_MARK: Final = bytes((SETTLED_FORMAT,))
-_PROCESSING_MARKS: Final = (bytes((UNCHECKED_FORMAT,)), bytes((FORMAT,)))
+_PROCESSING_MARK: Final = bytes((FORMAT,))
+_PROCESSING_MARKS: Final = (bytes((UNCHECKED_FORMAT,)), _PROCESSING_MARK)
 _DAMAGED: Final = "it is damaged: a checksum does not match"
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -404,9 +410,10 @@ def _unknown_format(raw: bytes) -> str:
     return "it was written by another program"
 
 
-def verdict_of(request: ReserveRequest, raw: bytes, now_us: int) -> Verdict:
-    """Return the verdict for `request`, given the record after `reserve`."""
+def verdict_of(request: ReserveRequest, answer: bytes, now_us: int) -> Verdict:
+    """Return the verdict for `request`, given the answer of `reserve.lua`: the record after it."""
     key = request.key
+    previous_trace, raw = _split(answer)
     try:
         stored = parse(raw)
         offered = request.fingerprint
@@ -445,9 +452,20 @@ def verdict_of(request: ReserveRequest, raw: bytes, now_us: int) -> Verdict:
             previous=_PREVIOUS[stored.flags & (WAS_RELEASED | HAS_LAPSED)],
             lapsed=lapsed,
             lapsed_alone=lapsed_alone,
+            trace=previous_trace,
         )
     remaining = timedelta(microseconds=max(stored.time_ms * 1000 - now_us, 0))
     return InProgress(key=key, attempt=stored.attempt, retry_after=remaining, owner=stored.owner)
+
+
+def _split(answer: bytes) -> tuple[TraceLink | None, bytes]:
+    """Return the trace of the previous attempt, if `answer` has it, and the record."""
+    record_at = 1 + TRACE_BYTES
+    # A takeover writes the current format.  The record of another program may begin with zero, too.
+    if answer[:1] != _PREVIOUS_TRACE or answer[record_at : record_at + 1] != _PROCESSING_MARK:
+        return None, answer
+    trace_id, span_id = answer[1 : 1 + TRACE_ID_BYTES], answer[1 + TRACE_ID_BYTES : record_at]
+    return TraceLink(trace_id, span_id), answer[record_at:]
 
 
 def record_of(key: str, raw: bytes, now_us: int, life: int) -> IdempotencyRecord:

@@ -6,7 +6,8 @@
 --        0            absent before, now reserved: attempt 1, fence = now
 --        1            the key has another Redis type
 --        2            not read because the answer reached its limit: ask again
---        a string     the record after this call
+--        a string     the record after this call; if it was taken over from an attempt with a trace, preceded by a zero
+--                     byte, which no record begins with, and that trace (24)
 local call, pcall = redis.call, redis.pcall
 local byte, char, sub = string.byte, string.char, string.sub
 local pack, unpack, bxor = struct.pack, struct.unpack, bit.bxor
@@ -65,7 +66,7 @@ local function history_of(record, token_at)
   return tonumber(lapsed) or 0, tonumber(lapsed_alone) or 0, tonumber(alone) or 0
 end
 
--- Take over or refresh an existing record if the request may do so, and return the record.
+-- Take over or refresh an existing record if the request may do so, and return the answer.
 local function update(key, record, request, lease, retention)
   local format, status, flags, high, low = byte(record, 1, 5)
   if format == 3 then
@@ -98,6 +99,7 @@ local function update(key, record, request, lease, retention)
   local token = 22 + EXTRAS[offered % 4]
   local lapsed, lapsed_alone, was_alone = history_of(record, token_at)
   local new
+  local previous_trace = ''
   if lease_until > 0 and sub(record, token_at, token_at + 15) == sub(request, token, token + 15) then
     -- The caller's own reservation: the answer to an earlier call was lost.
     if alone == was_alone then
@@ -120,11 +122,14 @@ local function update(key, record, request, lease, retention)
     local stamp = pack('>HI7I6', attempt, math.max(fence + 1, now_us), now + lease)
     new = checked('\2\1' .. char(offered + previous) .. stamp)
     new = new .. with_history(sub(request, 14), EXTRAS[offered % 4], lapsed, lapsed_alone, alone)
+    if flags % 4 >= 2 then
+      previous_trace = '\0' .. sub(record, token_at - 2 * checks - 24, token_at - 2 * checks - 1)
+    end
   else
     return record
   end
   call('SET', key, new, 'PX', retention)
-  return new
+  return previous_trace .. new
 end
 
 local times, lease, retention, stamp, headers

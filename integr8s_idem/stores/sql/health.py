@@ -16,7 +16,7 @@ from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.sql.dialects import Dialect
 from integr8s_idem.stores.sql.errors import MIGRATE
 from integr8s_idem.stores.sql.schema import COMPATIBLE_VERSION, VERSION, store
-from integr8s_idem.stores.sql.schema_completeness import missing_columns, missing_indexes
+from integr8s_idem.stores.sql.schema_completeness import missing_indexes, version_by_columns
 
 NO_VERSION: Final = f"the tables of the store, or their version, are missing; {MIGRATE}"
 
@@ -77,8 +77,7 @@ async def check_tables(connection: AsyncConnection) -> list[StoreWarning]:
     Raises:
         StoreConfigurationError: Columns are missing, so the schema is older.
     """
-    if await connection.run_sync(missing_columns):
-        check_version(COMPATIBLE_VERSION, "ping")
+    check_version(await connection.run_sync(version_by_columns), "ping")
     missing = await connection.run_sync(missing_indexes)
     if not missing:
         return []

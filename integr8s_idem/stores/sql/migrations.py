@@ -24,7 +24,12 @@ from integr8s_idem.stores.sql.engine import reading, writing
 from integr8s_idem.stores.sql.errors import guarded
 from integr8s_idem.stores.sql.health import NO_VERSION, check_version, new_identity
 from integr8s_idem.stores.sql.schema import BUCKETS, COMPATIBLE_VERSION, VERSION, buckets, store
-from integr8s_idem.stores.sql.schema_completeness import missing_columns, missing_ddl, missing_indexes, missing_tables
+from integr8s_idem.stores.sql.schema_completeness import (
+    missing_ddl,
+    missing_indexes,
+    missing_tables,
+    version_by_columns,
+)
 
 _EMPTY: Final = {"mariadb": "x''", "mysql": "x''", "postgresql": "''::bytea", "sqlite": "x''"}
 """Literal of an empty byte string."""
@@ -61,6 +66,7 @@ class Migration:
 MIGRATIONS: Final = (
     Migration(1, "add records and the outbox"),
     Migration(2, "count lapsed attempts in records"),
+    Migration(3, "keep the trace of the previous attempt in records"),
 )
 
 
@@ -193,9 +199,7 @@ def version_of(connection: Connection) -> int:
     if not inspect(connection).has_table(store.name):
         return 0
     found: int = connection.execute(select(store.c.version).where(store.c.id == 1)).scalar_one_or_none() or 0
-    if found == COMPATIBLE_VERSION and not missing_columns(connection):
-        return VERSION
-    return found
+    return version_by_columns(connection) if found == COMPATIBLE_VERSION else found
 
 
 def ddl(dialect: Dialect, since: int = 0) -> str:

@@ -119,9 +119,10 @@ def _changes(new: Any) -> Changes:
     The current time is the fence of the new row.
 
     MySQL assigns these columns one after the other, and each assignment sees the values written by earlier ones.  So
-    the history comes before the fence that it is compared with.  The five columns that the conditions depend on come
-    last, in an order that never changes whether the row is taken: once `status`, `fingerprint` and `token` are
-    assigned, a taken row is `own` with any lease, and `expires_at`, which makes a row `expired`, is assigned last.
+    the history comes before the fence that it is compared with, and the trace of the previous attempt before that of
+    the new one.  The five columns that the conditions depend on come last, in an order that never changes whether the
+    row is taken: once `status`, `fingerprint` and `token` are assigned, a taken row is `own` with any lease, and
+    `expires_at`, which makes a row `expired`, is assigned last.
     """
     now = new.fence
     expired = _row.expires_at <= now
@@ -168,6 +169,9 @@ def _changes(new: Any) -> Changes:
             (expired, 0), (own, _row.previous), (and_(free, released), 1), (free, 2), column=_row.previous
         ),
         "owner": owner_value("owner"),
+        "previous_trace": where(
+            (expired, null()), (own, _row.previous_trace), (free, _row.trace), column=_row.previous_trace
+        ),
         "trace": owner_value("trace"),
         **{name: where((expired, null()), column=_row[name]) for name in ("settled_at", "result", "content_type")},
         "result_dropped": where((expired, False), column=_row.result_dropped),

@@ -99,6 +99,7 @@ def _verdict(request: ReserveRequest, row: Any, now: int) -> Verdict:
             previous=_PREVIOUS[row.previous],
             lapsed=lapsed,
             lapsed_alone=lapsed_alone,
+            trace=_trace(row.previous_trace),
         )
     if row.status == PROCESSING:
         left = timedelta(microseconds=max(0, (row.lease_until or now) - now))

@@ -5,7 +5,8 @@ sorts, and that fences are derived from.  External text is stored as ASCII with 
 1 processing, 2 completed, 3 failed; `previous` is 0 none, 1 released, 2 lapsed; `lease_until` is null once released or
 settled; `lapsed` counts attempts whose lease expired, `lapsed_alone` those of them that ran alone in their process, as
 `alone` says of the current one.  These three columns are valid only if `history_fence` equals `fence`: workers of
-version 1 take a row over without updating them.  `headers` is JSON, pairs of a name and Base64.
+version 1 take a row over without updating them.  `previous_trace` is the trace of the attempt that the current one took
+the row over from; null if there was none.  `headers` is JSON, pairs of a name and Base64.
 
 This is the current schema.  The migrations that create each version are in version_*.sql.
 """
@@ -35,7 +36,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import mysql
 from sqlalchemy.types import TypeEngine
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Version of the schema that this code reads and writes."""
 
 COMPATIBLE_VERSION: Final = 1
@@ -125,6 +126,7 @@ records: Final = Table(
     Column("lapsed_alone", Integer, nullable=False, server_default=text("0")),
     Column("alone", Boolean, nullable=False, server_default=false()),
     Column("history_fence", BigInteger, nullable=False, server_default=text("0")),
+    Column("previous_trace", _bytes(24)),
     Index("idempotency_records_expires_at", "expires_at"),
     **_INNODB,
 )

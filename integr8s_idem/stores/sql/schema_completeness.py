@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from sqlalchemy import Index, Table, inspect
 from sqlalchemy.engine import Connection
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from integr8s_idem.stores.sql.schema import metadata
+from integr8s_idem.stores.sql.schema import COMPATIBLE_VERSION, VERSION, metadata, records
+
+ADDED_COLUMNS: Final = {2: ("lapsed", "lapsed_alone", "alone", "history_fence"), 3: ("previous_trace",)}
+"""The columns of records that each migration adds."""
 
 
 def missing_tables(connection: Connection) -> list[str]:
@@ -31,6 +35,15 @@ def missing_ddl(connection: Connection) -> Iterator[CreateTable | CreateIndex]:
             yield CreateTable(table)
         names = {index["name"] for index in inspector.get_indexes(table.name)} if exists else set()
         yield from (CreateIndex(index) for index in table.indexes if index.name not in names)
+
+
+def version_by_columns(connection: Connection) -> int:
+    """Return the version of a schema that `COMPATIBLE_VERSION` can work with, by the columns that it has."""
+    missing = missing_columns(connection)
+    for version, columns in ADDED_COLUMNS.items():
+        if any(f"{records.name}.{column}" in missing for column in columns):
+            return version - 1
+    return COMPATIBLE_VERSION if missing else VERSION
 
 
 def missing_columns(connection: Connection) -> list[str]:

@@ -84,6 +84,31 @@ def test_an_owner_gets_its_reservation_again(request: ReserveRequest, attempt: i
     assert verdict.previous is {0: Previous.NONE, 32: Previous.RELEASED, 64: Previous.LAPSED}[previous]
 
 
+@given(request=_REQUESTS, previous=st.sampled_from([32, 64]), trace=st.binary(min_size=24, max_size=24))
+def test_a_takeover_gets_the_trace_of_the_previous_attempt(
+    request: ReserveRequest, previous: int, trace: bytes
+) -> None:
+    record = processing(request, 2, previous=previous)
+    link = TraceLink(trace[:16], trace[16:])
+
+    untraced = codec.verdict_of(request, record, NOW_US)
+    traced = codec.verdict_of(request, b"\0" + trace + record, NOW_US)
+
+    assert isinstance(untraced, Reserved)
+    assert untraced.trace is None
+    assert traced == replace(untraced, trace=link)
+
+
+@pytest.mark.scenario(92)
+@given(request=_REQUESTS, trace=st.binary(min_size=24, max_size=24))
+def test_only_an_intact_record_follows_the_trace_of_the_previous_attempt(request: ReserveRequest, trace: bytes) -> None:
+    record = processing(request, 2, previous=64)
+
+    assert isinstance(codec.verdict_of(request, b"\0", NOW_US), Corrupt)
+    for raw in (b"", record[:-1], record + b"x", unchecked(record), *flips(record)):
+        assert isinstance(codec.verdict_of(request, b"\0" + trace + raw, NOW_US), Corrupt)
+
+
 @given(request=_REQUESTS, attempt=_ATTEMPTS)
 def test_a_duplicate_sees_the_owner_of_a_reservation(request: ReserveRequest, attempt: int) -> None:
     verdict = codec.verdict_of(duplicate_of(request), processing(request, attempt), NOW_US)
