@@ -17,5 +17,8 @@ class Container(Protocol):
 CURRENT: ContextVar[Container] = ContextVar("integr8s_idem_request_container")
 """Set while an event is handled."""
 
+RUN: ContextVar[Any] = ContextVar("innermost run of the current code", default=None)
+"""The `engine.active_runs.ActiveRun`, or `None`; inherited by tasks.  The engine sets it, and log fields read it."""
+
 SIMULATED_PROCESS: ContextVar[object | None] = ContextVar("integr8s_idem_process", default=None)
 """The simulated process that the task belongs to, in a test with several in one event loop; `None` otherwise."""

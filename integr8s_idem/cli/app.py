@@ -28,7 +28,7 @@ from integr8s_idem.cli.processes import (
     supervisor_link,
     worker_launch,
 )
-from integr8s_idem.cli.run_command import Run, run
+from integr8s_idem.cli.run_command import LogFormat, Run, run
 from integr8s_idem.cli.store_commands import store_app
 from integr8s_idem.cli.top_command import top_command
 from integr8s_idem.config import Settings, settings_warnings
@@ -84,7 +84,13 @@ def run_command(
     ] = None,
     settings: SettingsFile = None,
     embedded: Annotated[bool, typer.Option("--embedded", help="Start an embedded Kafka and Redis.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Log JSON lines, even on a terminal.")] = False,
+    log: Annotated[
+        LogFormat | None,
+        typer.Option(
+            "--log", help="Format of log lines.  [default: console on a terminal, otherwise json]", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Same as --log json.")] = False,
     processes: Processes = "1",
     worker_process: WorkerProcessOption = None,
 ) -> None:
@@ -104,12 +110,14 @@ def run_command(
         launch = worker_launch() if number > 1 else None
         platform = load_application(target)
         services = select_services(platform, service or [])
-        options = Run(platform, services, settings, embedded, as_json, link)
+        chosen = LogFormat.JSON if as_json else log
+        options = Run(platform, services, settings, embedded, chosen, link)
         if launch is None:
             return run(options)
         arguments = [target, *(f"--service={name}" for name in service or [])]
         arguments += [f"--settings={settings}"] if settings is not None else []
-        return supervise(options, number, launch.adding(*arguments, *(["--json"] if as_json else [])))
+        arguments += [f"--log={chosen.value}"] if chosen is not None else []
+        return supervise(options, number, launch.adding(*arguments))
 
     raise typer.Exit(exit_status_of(start))
 

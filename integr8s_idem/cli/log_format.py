@@ -13,49 +13,54 @@ from rich.text import Text
 
 from integr8s_idem._util.escaping import printable
 from integr8s_idem.config.urls import redacted
+from integr8s_idem.telemetry.log_fields import FIELDS, ContextFilter
+from integr8s_idem.telemetry.log_records import exception_fields, extra_fields
 
-_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
-"""Attributes of every record, and uvicorn's copy of the message; all others were passed as `extra`."""
+_SHOWN: Final = ("handler", "attempt", "event_id", "record_key", "message_key", "trace_id")
+"""Fields of the context that are shown by name on a terminal."""
 REPEAT_SECONDS: Final = 30.0
 """Interval within which a repeated line of aiokafka is dropped."""
 _COLOURS: Final = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG": "dim"}
 
 
-def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the attributes that were passed as `extra`."""
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
-
-
 class JsonFormatter(logging.Formatter):
-    """Formats one JSON object per line: time (UTC, ISO 8601), level, logger, message, extra fields, exception."""
+    """Formats one JSON object per line: timestamp, level, logger, message, the fields of the context, exception.
+
+    The timestamp is in UTC, as in RFC 3339.  See docs/how-to/read-logs.md.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = {
-            **extra_fields(record),
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+        extra = extra_fields(record)
+        standard: dict[str, Any] = {
+            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
             "level": record.levelname,
             "logger": record.name,
             "message": redacted(record.getMessage()),
         }
-        if record.exc_info:
-            fields["exception"] = redacted(self.formatException(record.exc_info))
+        fields: dict[str, Any] = {
+            **standard,
+            **{name: extra.pop(name) for name in FIELDS if name in extra},
+            **extra,
+            **standard,
+        }
+        fields.update(exception_fields(record))
         if record.stack_info:
             fields["stack"] = self.formatStack(record.stack_info)
-        order = ("time", "level", "logger", "message")
-        ordered = {name: fields.pop(name) for name in order} | fields
-        return json.dumps(_plain(ordered), default=str)
+        return json.dumps(_plain(fields), default=str)
 
 
 class TextFormatter(logging.Formatter):
-    """Formats `12:00:01 INFO    integr8s_idem.worker  message  name=value`, in local time.
+    """Formats `12:00:01 INFO    shop  message  name=value  orders[2]@17 handler=charge attempt=2`, in local time.
 
-    The lines of a traceback follow, indented.  Control characters are escaped, since events are untrusted: they can
-    neither control the terminal nor forge a log line.
+    Of the fields of the context, it shows those that help a reader most.  The lines of a traceback follow, indented.
+    Control characters are escaped, since events are untrusted: they can neither control the terminal nor forge a line.
     """
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).astimezone().strftime("%H:%M:%S")
-        extra = "".join(f"  {name}={value}" for name, value in extra_fields(record).items())
+        fields = extra_fields(record)
+        context = _context_of(fields)
+        extra = "".join(f"  {name}={value}" for name, value in fields.items()) + context
         line = f"{time} {record.levelname:<7} {record.name}  {redacted(record.getMessage().rstrip())}{extra}"
         below = [redacted(self.formatException(record.exc_info))] if record.exc_info else []
         below += [self.formatStack(record.stack_info)] if record.stack_info else []
@@ -113,21 +118,22 @@ class ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
-def log_as_json(stream: TextIO, level: str) -> None:
-    """Write all log records to `stream` as JSON lines."""
+def log_as_json(stream: TextIO, level: str, *, keys: bool = False) -> None:
+    """Write all log records to `stream` as JSON lines.  `keys`: whether they may contain keys."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
-    _install(handler, level)
+    _install(handler, level, keys)
 
 
-def log_as_text(console: Console, level: str) -> None:
-    """Write all log records to the terminal."""
+def log_as_text(console: Console, level: str, *, keys: bool = False) -> None:
+    """Write all log records to the terminal.  `keys`: whether they may contain keys."""
     handler = ConsoleHandler(console)
     handler.setFormatter(TextFormatter())
-    _install(handler, level)
+    _install(handler, level, keys)
 
 
-def _install(handler: logging.Handler, level: str) -> None:
+def _install(handler: logging.Handler, level: str, keys: bool) -> None:
+    handler.addFilter(ContextFilter(keys=keys))
     if level != "DEBUG":
         handler.addFilter(RepeatFilter())
     root = logging.getLogger()
@@ -137,6 +143,18 @@ def _install(handler: logging.Handler, level: str) -> None:
     for chatty in ("aiokafka", "uvicorn"):
         logging.getLogger(chatty).setLevel(logging.DEBUG if level == "DEBUG" else logging.WARNING)
     logging.captureWarnings(capture=True)
+
+
+def _context_of(fields: dict[str, Any]) -> str:
+    """Remove the fields of the context from `fields`, and return the most useful ones as text."""
+    known = {name: fields.pop(name) for name in FIELDS if name in fields}
+    shown = [f"{name}={known[name]}" for name in _SHOWN if name in known]
+    if "topic" in known and "partition" in known:
+        offset = f"@{known['offset']}" if "offset" in known else ""
+        shown.insert(0, f"{known['topic']}[{known['partition']}]{offset}")
+    elif "service" in known:
+        shown.insert(0, f"service={known['service']}")
+    return "  " + " ".join(shown) if shown else ""
 
 
 def _plain(value: Any) -> Any:

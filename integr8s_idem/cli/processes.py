@@ -96,7 +96,7 @@ def supervise(options: Run, number: int, launch: Launch) -> int:
             '[store] kind = "memory" keeps the records of each process apart, so that duplicates would be handled; '
             "run without --processes, or choose another store"
         )
-    start_logging(settings, as_json=options.as_json)
+    start_logging(settings, options.log)
     warn(options, settings)
     grace = grace_seconds(settings, options.services)
     names = [service.name for service in options.services]

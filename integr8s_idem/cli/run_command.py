@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
@@ -43,6 +44,13 @@ _THREADS_SECONDS: Final = 1.0
 _RETENTION_WARNINGS: Final = frozenset({"idempotency.default_ttl_seconds"})
 """Warnings about topics that outlive the records, which assume default retention.  Embedded topics end with the
 process, and the actual retention of other topics is checked at start."""
+
+
+class LogFormat(str, Enum):
+    """Format of log lines."""
+
+    JSON = "json"
+    CONSOLE = "console"
 
 
 class Group(Protocol):
@@ -82,7 +90,8 @@ class Run:
     services: Sequence[Service]
     settings_file: Path | None = None
     embedded: bool = False
-    as_json: bool = False
+    log: LogFormat | None = None
+    """Format of log lines; by default, `console` on a terminal and `json` otherwise."""
     link: SupervisorLink | None = None
     """Connection to the supervisor, in one of its worker processes."""
 
@@ -109,26 +118,27 @@ def run(options: Run, make_group: MakeGroup | None = None, servers: StartServers
     """
     settings = options.settings(NO_KAFKA_CREDENTIALS if options.embedded else None)
     make_group = make_group or partial(ServiceGroup, link=options.link)
-    console = start_logging(settings, as_json=options.as_json, link=options.link)
+    console = start_logging(settings, options.log, link=options.link)
     # Worker processes share the terminal, on which only one table could be redrawn.
-    table = LiveTable(console) if console is not None and options.link is None else None
+    is_redrawn = console is not None and console.file.isatty() and options.link is None
+    table = LiveTable(console) if console is not None and is_redrawn else None
     if options.link is not None:
         options.link.grace_seconds = grace_seconds(settings, options.services)
     collect_rarely()
     return in_loop(_run(options, settings, make_group, servers or _embedded(settings), table))
 
 
-def start_logging(settings: Settings, *, as_json: bool, link: SupervisorLink | None = None) -> Console | None:
-    """Log text on a terminal, and return its console; otherwise log JSON lines."""
-    console = safe_console()
-    is_terminal = console.file.isatty() and not as_json
-    if is_terminal:
-        log_as_text(console, settings.telemetry.log_level)
+def start_logging(settings: Settings, log: LogFormat | None, *, link: SupervisorLink | None = None) -> Console | None:
+    """Log in the format `log`, by default text on a terminal and otherwise JSON lines.  Return the console of text."""
+    telemetry, console = settings.telemetry, safe_console()
+    is_text = console.file.isatty() if log is None else log is LogFormat.CONSOLE
+    if is_text:
+        log_as_text(console, telemetry.log_level, keys=telemetry.span_keys)
     else:
-        log_as_json(sys.stdout, settings.telemetry.log_level)
+        log_as_json(sys.stdout, telemetry.log_level, keys=telemetry.span_keys)
     if link is not None:
         logging.getLogger().handlers[0].addFilter(WorkerProcessFilter(link.number))
-    return console if is_terminal else None
+    return console if is_text else None
 
 
 def grace_seconds(settings: Settings, services: Sequence[Service]) -> float:

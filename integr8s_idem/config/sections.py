@@ -176,6 +176,8 @@ class TelemetrySettings(Section):
     sample_ratio: Annotated[float, Field(ge=0, le=1), NOT_BOOL] = 1.0
     """Share of traces to record, unless the producer has decided."""
     span_keys: bool = False
-    """Add idempotency keys to spans. They may contain personal data."""
+    """Add idempotency keys to spans and log records. They may contain personal data."""
+    otlp_logs: bool = False
+    """Send log records to the collector, too."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Minimum severity of log messages."""

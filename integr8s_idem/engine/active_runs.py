@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
+from integr8s_idem._util.context_vars import RUN
 from integr8s_idem._util.loop_fairness import Pace
 from integr8s_idem.engine.leases import HeldLease, LateStartError
 from integr8s_idem.engine.work import Attempt, Work
@@ -61,8 +62,7 @@ class ActiveRun:
             self._ended.set_result(None)
 
 
-_RUN: ContextVar[ActiveRun | None] = ContextVar("innermost run of the current code", default=None)
-"""Inherited by tasks."""
+_RUN: ContextVar[ActiveRun | None] = RUN
 
 
 def run_of(attempt: Attempt) -> ActiveRun | None:
@@ -87,7 +87,9 @@ class ActiveRuns:
     pace: Pace
     """That of the event loop in which they run.  Set by the executor."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: str = "") -> None:
+        self.service = service
+        """Scope of the manager: usually the name of the service.  For log records."""
         self._by_key: dict[str, ActiveRun] = {}
 
     def of(self, key: str) -> ActiveRun | None:

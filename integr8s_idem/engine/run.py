@@ -62,7 +62,7 @@ class RunServices:
         self.config = config
         self.client = client
         self.observer = observer
-        self.runs = ActiveRuns()
+        self.runs = ActiveRuns(client.space.scope)
         self.cache = LocalCache(config.local_memory_keys) if config.local_memory_keys else None
         """The work completed by this process, if configured."""
 

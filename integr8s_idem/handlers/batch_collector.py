@@ -22,6 +22,7 @@ from integr8s_idem.errors import ApplicationError, PartialFailureError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.handler_calls import BatchSize
 from integr8s_idem.handlers.outgoing import Outgoing
+from integr8s_idem.telemetry.log_fields import SOURCE, CommonSource, context_fields
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +38,11 @@ class Member:
     """The context in which the event is handled."""
     end: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The result of the batch for this event, or its error."""
+
+    def log_fields(self) -> Mapping[str, object]:
+        """Return the fields of log records about it."""
+        # In a copy, since several threads of a handler may log at the same time.
+        return self.context.copy().run(context_fields, keys=True)
 
 
 RunBatch = Callable[[Sequence[Member]], Awaitable[Any]]
@@ -81,7 +87,9 @@ class BatchCollector:
 
     def _begin(self, members: Sequence[Member]) -> None:
         # A new context, since the batch does not belong to the run of a single member.
-        task = asyncio.get_running_loop().create_task(self._settle(members), context=Context())
+        context = Context()
+        context.run(SOURCE.set, CommonSource(members))
+        task = asyncio.get_running_loop().create_task(self._settle(members), context=context)
         self._batches.add(task)
         task.add_done_callback(self._batches.discard)
         for member in members:

@@ -22,6 +22,7 @@ from integr8s_idem.handlers.router import EventRouter, Invoke
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.telemetry import SILENT, Observer
+from integr8s_idem.telemetry.log_fields import logging_as
 
 __all__ = [
     "EventDispatcher",
@@ -130,12 +131,17 @@ class EventDispatcher:
 
         If attempts raise errors, the first error is raised after all attempts have ended.
         """
-        attempts = (execution.attempt() for execution in self.executions(event))
+        attempts = (_attempt(execution) for execution in self.executions(event))
         outcomes = await asyncio.gather(*attempts, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+
+async def _attempt(execution: HandlerExecution) -> Outcome[Any]:
+    with logging_as(execution):
+        return await execution.attempt()
 
 
 class IdempotentEventDispatcher(EventDispatcher):

@@ -10,7 +10,7 @@ transaction, and its scope commits the transaction.  Then the offset may be comm
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -60,6 +60,7 @@ from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.keys import Key, KeyResolver, KeySpace
 from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
+from integr8s_idem.telemetry.log_fields import logging_as
 
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
@@ -100,6 +101,22 @@ class HandlerExecution:
     def record_key(self) -> str:
         """The full key of its record in the first generation; empty if it is unguarded."""
         return ""
+
+    def log_fields(self) -> Mapping[str, object]:
+        """Return the fields of log records about it."""
+        return {
+            "service": self.handler.scope,
+            "event_id": self.event.event_id,
+            "event_type": self.event.event_type,
+            "handler": self.handler.name,
+            # Guarded attempts are known by their run.
+            "attempt": self._unguarded_attempt() or None,
+            "record_key": self.record_key,
+        }
+
+    def _unguarded_attempt(self) -> int:
+        """Return the number of the last attempt without a reservation; 0 if there was none."""
+        return self._tries
 
     async def attempt(self, *, wait_for_store: WaitForStore | None = None) -> Outcome[Any]:
         """Make an attempt, with the arguments and errors of `IdempotencyManager.execute`.
@@ -155,6 +172,9 @@ class GuardedExecution(HandlerExecution):
     @property
     def record_key(self) -> str:
         return self.handler.manager.space.full(self.work.key.in_generation(0))
+
+    def _unguarded_attempt(self) -> int:
+        return self.work.unguarded_runs
 
     def isolate(self) -> None:
         """Return the event as a suspect instead of running it, if it may have crashed its process."""
@@ -254,7 +274,9 @@ class EventHandler:
         return HandlerExecution(self, event, generation)
 
     async def __call__(self, event: BaseEvent) -> Any:
-        outcome = await self.execution(event).attempt()
+        execution = self.execution(event)
+        with logging_as(execution):
+            outcome = await execution.attempt()
         if isinstance(outcome, HandlerFailed):
             raise outcome.error
         assert isinstance(outcome, Executed)
@@ -418,4 +440,6 @@ class IdempotentEventHandler(EventHandler):
         return GuardedExecution(self, event, generation)
 
     async def __call__(self, event: BaseEvent) -> Any:
-        return await self.execution(event).run()
+        execution = self.execution(event)
+        with logging_as(execution):
+            return await execution.run()

@@ -24,6 +24,7 @@ from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
+from integr8s_idem.functions.sync_bridge import named
 from integr8s_idem.integrations.kafka_loops import (
     COMMIT_INTERVAL,
     KeyOf,
@@ -37,6 +38,7 @@ from integr8s_idem.integrations.kafka_loops import (
     work_of,
 )
 from integr8s_idem.records import InProgress
+from integr8s_idem.telemetry.log_fields import MessageSource, logging_as
 
 __all__ = ["Delivery", "by_header", "by_position", "guarded"]
 
@@ -223,6 +225,10 @@ class Delivery:
         """
         self.was_run = True
         require_async(function)
+        with logging_as(MessageSource(self._manager.scope, self.record, named(function))):
+            return await self._run(function)
+
+    async def _run(self, function: Callable[[ConsumerRecord[Any, Any]], Awaitable[T]]) -> T:
         try:
             work = work_of(self._manager, self.record, self._key, self._ttl, function)
         except InvalidKeyError as error:

@@ -25,7 +25,7 @@ from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.results import materialized
 from integr8s_idem.engine.work import Attempt, Outcome, Work
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
-from integr8s_idem.functions.sync_bridge import Here, in_a_loop, own_loop, refuse_awaitable, wait_for
+from integr8s_idem.functions.sync_bridge import Here, in_a_loop, named, own_loop, refuse_awaitable, wait_for
 from integr8s_idem.integrations.kafka_loops import (
     COMMIT_INTERVAL,
     KeyOf,
@@ -38,6 +38,7 @@ from integr8s_idem.integrations.kafka_loops import (
     work_of,
 )
 from integr8s_idem.records import InProgress
+from integr8s_idem.telemetry.log_fields import MessageSource, logging_as
 
 try:
     from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -66,6 +67,7 @@ class _Record:
     offset: int
     value: bytes | None
     headers: Sequence[tuple[str, bytes]]
+    key: bytes | str | None = None
 
     @staticmethod
     def of(message: Message) -> _Record:
@@ -75,7 +77,7 @@ class _Record:
         assert topic is not None
         assert partition is not None
         assert offset is not None
-        return _Record(topic, partition, offset, message.value(), headers)
+        return _Record(topic, partition, offset, message.value(), headers, message.key())
 
 
 def guarded(
@@ -259,6 +261,10 @@ class Delivery:
         """
         self.was_run = True
         refuse_async(function)
+        with logging_as(MessageSource(self._manager.scope, self.record, named(function))):
+            return self._run(function)
+
+    def _run(self, function: Callable[[Message], T]) -> T:
         try:
             work = work_of(self._manager, self.record, self._key, self._ttl, function)
         except InvalidKeyError as error:

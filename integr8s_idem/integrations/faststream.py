@@ -59,6 +59,7 @@ from integr8s_idem.integrations.kafka_loops import End, KeyOf, by_header, by_pos
 from integr8s_idem.keys import EntryPoint, Key
 from integr8s_idem.keys.fingerprints import fingerprint
 from integr8s_idem.records import Completed, InProgress, StoredResult
+from integr8s_idem.telemetry.log_fields import SOURCE, CommonSource, LogSource, MessageSource
 
 try:
     from faststream import AckPolicy, BaseMiddleware
@@ -211,6 +212,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._published = 0
         self._is_guarded = False
         """Whether published messages answer a guarded message."""
+        self._outer_source = SOURCE.get()
         self._must_redeliver = False
         """Whether the message must not be acknowledged, even if the rest of its batch succeeds."""
 
@@ -219,6 +221,7 @@ class _Guard(BaseMiddleware[Any, Any]):
             return await call_next(msg)
         await self._check_subscriber(msg)
         self._is_guarded = True
+        SOURCE.set(self._log_source(msg.raw_message))
         if isinstance(msg.raw_message, tuple | list):
             return await self._consume_batch(call_next, msg)
         work = self._work_or_end(msg.raw_message)
@@ -236,6 +239,11 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._start()
         self._value = await self._work(call_next, msg)
         return self._value
+
+    def _log_source(self, raw: Any) -> LogSource:
+        name = self._settings.names[self._subscriber] or ""
+        records = raw if isinstance(raw, tuple | list) else (raw,)
+        return CommonSource([MessageSource(self._manager.scope, record, name) for record in records])
 
     async def _check_subscriber(self, msg: StreamMessage[Any]) -> None:
         """Stop a subscriber that cannot be guarded.  Its message is rejected, so that it is redelivered."""
@@ -430,6 +438,12 @@ class _Guard(BaseMiddleware[Any, Any]):
         exc_tb: TracebackType | None = None,
     ) -> bool | None:
         """Settle the message after the handler's scope has closed and its messages have been published."""
+        try:
+            return await self._settle(exc_val)
+        finally:
+            SOURCE.set(self._outer_source)
+
+    async def _settle(self, exc_val: BaseException | None) -> bool:
         if not self._runs:
             if self._is_guarded and isinstance(exc_val, Exception) and not isinstance(exc_val, IgnoredException):
                 # Raised by the user's key function, or by FastStream's code around this middleware.

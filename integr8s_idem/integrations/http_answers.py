@@ -17,6 +17,7 @@ from integr8s_idem.integrations.http_exchange import Exchange, NoOutcomeError
 from integr8s_idem.integrations.http_problems import Problems
 from integr8s_idem.integrations.http_responses import Response
 from integr8s_idem.records import Completed
+from integr8s_idem.telemetry.log_fields import logging_with
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,12 @@ class Answers(NamedTuple):
             await self.problems.in_progress().send(exchange.send)
         except ResultNotStoredError as error:
             # The work is done and the client gets its response, so there is no reason to retry.
-            logger.error("%s", error)
+            with logging_with(service=manager.scope, attempt=getattr(error, "attempt", 0)):
+                logger.error("%s", error)
             await exchange.send_held_back()
         except (StoreError, LeaseLostError) as error:
-            logger.error("%s", error)
+            with logging_with(service=manager.scope, attempt=getattr(error, "attempt", 0)):
+                logger.error("%s", error)
             if not exchange.has_started:
                 await self.problems.unavailable(error).send(exchange.send)
         else:
@@ -68,14 +71,15 @@ class Answers(NamedTuple):
     async def _end(self, exchange: Exchange, outcome: Outcome[object]) -> None:
         """Answer a request that was not processed successfully now."""
         match outcome:
-            case HandlerFailed(error=NoOutcomeError() as error):
+            case HandlerFailed(error=NoOutcomeError() as error, attempt=attempt):
                 if error.streams:
-                    logger.warning(
-                        "the response to %s %s was not stored, so a retry runs again: %s",
-                        exchange.scope["method"],
-                        printable(exchange.scope["path"]),
-                        printable(error.streams),
-                    )
+                    with logging_with(service=exchange.manager.scope, attempt=attempt):
+                        logger.warning(
+                            "the response to %s %s was not stored, so a retry runs again: %s",
+                            exchange.scope["method"],
+                            printable(exchange.scope["path"]),
+                            printable(error.streams),
+                        )
                 await exchange.send_held_back()
             case HandlerFailed():
                 if exchange.status is not None and exchange.status >= 500:

@@ -23,6 +23,7 @@ from integr8s_idem.runtime.endpoints import Endpoints
 from integr8s_idem.runtime.service import Service, check_groups
 from integr8s_idem.runtime.supervisor_link import SupervisorLink
 from integr8s_idem.telemetry import Gauge
+from integr8s_idem.telemetry.log_fields import SOURCE, ServiceSource
 from integr8s_idem.telemetry.setup import configure_telemetry
 from integr8s_idem.worker.broker_facts import reach_brokers
 from integr8s_idem.worker.client_options import bounded
@@ -91,7 +92,8 @@ class RunningService:
         return self._worker.health()
 
     async def run(self) -> None:
-        """Run until stopped or failed; `error` is the error of a failed service."""
+        """Run until stopped or failed; `error` is the error of a failed service.  Call it in a task of its own."""
+        SOURCE.set(ServiceSource(self.service.name))
         try:
             await self._run()
         except IdempotencyError as error:

@@ -7,7 +7,7 @@ longer move offsets, so a late completion never rewinds or overtakes the group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from integr8s_idem.handlers.handler import HandlerExecution
 from integr8s_idem.records import Completed
 from integr8s_idem.telemetry import Span, is_recorded
 from integr8s_idem.telemetry.detached_phase import DetachedPhase
+from integr8s_idem.telemetry.log_fields import key_text
 from integr8s_idem.worker.kafka_protocols import Partition, Record
 from integr8s_idem.worker.offset_progress import Progress
 from integr8s_idem.worker.recorded_delivery import RecordedDelivery
@@ -28,6 +29,8 @@ class Assignment:
     """A partition, from its assignment to this worker until it is revoked."""
 
     partition: Partition
+    service: str = ""
+    """Name of the service, for log records."""
     progress: Progress = field(default_factory=Progress)
     start: int | None = None
     """First offset that was fetched."""
@@ -48,6 +51,10 @@ class Assignment:
         """Next offset to fetch; `None` if nothing was delivered and `start` is not known yet."""
         delivered = self.progress.next_offset
         return self.start if delivered is None else delivered
+
+    def log_fields(self) -> Mapping[str, object]:
+        """Return the fields of log records about it."""
+        return {"service": self.service, "topic": self.partition.topic, "partition": self.partition.partition}
 
     def close(self) -> None:
         """Start no more deliveries, and release those that wait."""
@@ -120,6 +127,15 @@ class Delivery:
             if is_recorded(processing):
                 self.recorded = RecordedDelivery(self._processing.span, context)
 
+    def log_fields(self) -> Mapping[str, object]:
+        """Return the fields of log records about it."""
+        record = self.record
+        return {
+            **self.assignment.log_fields(),
+            "offset": record.offset,
+            "message_key": key_text(record.key),
+        }
+
     def add_task(self, task: asyncio.Task[Any]) -> None:
         """Note a task that handles it."""
         self.tasks += (task,)
@@ -162,6 +178,11 @@ class WorkItem:
     """Its reservation, from the store's response until the handler starts."""
     answer: Completed | None = None
     """The store's answer, if it was asked before the turn of the delivery."""
+
+    def log_fields(self) -> Mapping[str, object]:
+        """Return the fields of log records about it."""
+        # The worker's name of the service, which a scope of an unguarded handler need not have.
+        return {**self.execution.log_fields(), **self.delivery.log_fields()}
 
     def release(self) -> None:
         """Release its reservation, if there is one."""

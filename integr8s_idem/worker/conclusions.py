@@ -15,6 +15,7 @@ from integr8s_idem.errors import LeaseLostError, StoreError
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.records import Completed, InProgress
 from integr8s_idem.telemetry import DeliveryOutcome, Signal
+from integr8s_idem.telemetry.log_fields import logging_with
 from integr8s_idem.worker.assignments import AbandonedError, Delivery, WorkItem
 from integr8s_idem.worker.dead_letters import DeadLetter
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor, UnverifiedReplay
@@ -86,7 +87,8 @@ class Conclusions:
             self._processor.tally.leases_lost += 1
             if item.delivery.recorded is not None:
                 item.delivery.recorded.lost_lease(error)
-            logger.warning("%s", error)
+            with logging_with(item, attempt=error.attempt):
+                logger.warning("%s", error)
             self._wait(item, self._processor.backoff.pause(1))
         else:
             self.broken(item, error)
@@ -107,7 +109,7 @@ class Conclusions:
     def broken(self, item: WorkItem, error: BaseException) -> None:
         """Report a bug in the library: close the assignment, and stop the service."""
         item.delivery.assignment.close()
-        self._tasks.report_bug(error)
+        self._tasks.report_bug(error, item)
         self.abandon(item)
 
     # Waiting.
@@ -155,7 +157,7 @@ class Conclusions:
             else:
                 self._tasks.has_succeeded(task)
 
-        return self._tasks.begin_for(item.delivery, attempting(), ended)
+        return self._tasks.begin_for(item.delivery, attempting(), ended, item)
 
     def isolate(self, item: WorkItem, run: Run) -> None:
         """Run a suspect alone."""
@@ -214,7 +216,7 @@ class Conclusions:
             else:
                 self._done(item)
 
-        self._tasks.begin_for(item.delivery, work, ended)
+        self._tasks.begin_for(item.delivery, work, ended, item)
 
     # Ends.
 
@@ -233,7 +235,7 @@ class Conclusions:
     def broken_delivery(self, delivery: Delivery, error: BaseException) -> None:
         """Report a bug in the library, like `broken`, for a delivery that has no items."""
         delivery.assignment.close()
-        self._tasks.report_bug(error)
+        self._tasks.report_bug(error, delivery)
         self._ended(delivery, False)
 
     def _delivery_failed(self, delivery: Delivery, task: asyncio.Task[None]) -> None:

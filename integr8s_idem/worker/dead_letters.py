@@ -226,6 +226,15 @@ class DeadLetter:
     event_id: str = ""
     """Empty if it could not be read."""
 
+    def log_fields(self) -> dict[str, object]:
+        """Return the fields of log records about it."""
+        return {
+            "event_id": self.event_id,
+            "event_type": self.event_type,
+            "handler": self.handler,
+            "attempt": self.attempts or None,
+        }
+
     def headers(self, record: Record, service: str, group: str) -> list[tuple[str, bytes]]:
         """Return the message's own headers unchanged, followed by those of the dead letter."""
         error = self.error

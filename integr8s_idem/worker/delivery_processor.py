@@ -30,6 +30,7 @@ from integr8s_idem.handlers.dispatcher import EventDispatcher, HandlerExecution
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.records import Corrupt, Failed, KeyReused
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal, Span
+from integr8s_idem.telemetry.log_fields import logging_with
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.dead_letters import DeadLetter, DeadLetterMessage, is_replay
@@ -230,15 +231,16 @@ class DeliveryProcessor:
         self.tally.retries += 1
         self.observer.count(Signal.RETRY, execution.event.event_type)
         pause = self.backoff.pause(failed.attempt)
-        logger.warning(
-            "%s: handler %s failed at attempt %d (%s), retrying in %.1f s",
-            execution.label,
-            execution.handler.name,
-            failed.attempt,
-            describe_error(failed.error),
-            pause,
-            exc_info=failed.error if logger.isEnabledFor(logging.DEBUG) else None,
-        )
+        with logging_with(attempt=failed.attempt):
+            logger.warning(
+                "%s: handler %s failed at attempt %d (%s), retrying in %.1f s",
+                execution.label,
+                execution.handler.name,
+                failed.attempt,
+                describe_error(failed.error),
+                pause,
+                exc_info=failed.error if logger.isEnabledFor(logging.DEBUG) else None,
+            )
         return pause
 
     async def dead_letter_outcome(self, delivery: Delivery, execution: HandlerExecution, outcome: Outcome[Any]) -> None:
@@ -247,6 +249,10 @@ class DeliveryProcessor:
 
     async def dead_letter(self, delivery: Delivery, dead_letter: DeadLetter) -> None:
         """Publish the message to the dead-letter topic, with retries until the broker has confirmed it."""
+        with logging_with(dead_letter):
+            await self._dead_letter(delivery, dead_letter)
+
+    async def _dead_letter(self, delivery: Delivery, dead_letter: DeadLetter) -> None:
         record = delivery.record
         topic = record.topic + self.dead_letter_suffix
         message, tries = DeadLetterMessage(dead_letter, record, self.service, self.group), 0

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from integr8s_idem.telemetry.log_fields import logging_with
 from integr8s_idem.worker.assignments import Assignment
 from integr8s_idem.worker.kafka_protocols import Consumer, Partition
 
@@ -26,7 +27,7 @@ class PartitionRegistry:
 
     def begin(self, partitions: Iterable[Partition]) -> list[Assignment]:
         """Start assignments of `partitions`."""
-        new = [Assignment(Partition(*partition)) for partition in partitions]
+        new = [Assignment(Partition(*partition), self._service) for partition in partitions]
         self.assignments.update({assignment.partition: assignment for assignment in new})
         logger.info("%s: assigned partitions: %d", self._service, len(self.assignments))
         return new
@@ -58,17 +59,18 @@ class PartitionRegistry:
         The worker never seeks to offsets before the next one.  If they are fetched, the log has changed and its offsets
         refer to other messages: the topic was recreated under the same name, or the end of the log was lost.
         """
-        logger.error(
-            "%s: %s[%d] went back from offset %s to %d: the topic was recreated, or has lost messages; "
-            "handling continues from there",
-            self._service,
-            old.partition.topic,
-            old.partition.partition,
-            old.progress.next_offset,
-            offset,
-        )
+        with logging_with(old, offset=offset):
+            logger.error(
+                "%s: %s[%d] went back from offset %s to %d: the topic was recreated, or has lost messages; "
+                "handling continues from there",
+                self._service,
+                old.partition.topic,
+                old.partition.partition,
+                old.progress.next_offset,
+                offset,
+            )
         self.end(old)
-        assignment = self.assignments[old.partition] = Assignment(old.partition, start=offset)
+        assignment = self.assignments[old.partition] = Assignment(old.partition, self._service, start=offset)
         return assignment
 
     def end_all(self) -> None:

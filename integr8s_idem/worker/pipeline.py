@@ -203,7 +203,7 @@ class Pipeline:
             delivery.begin(self._context.copy(), decoded.processing)
         except Exception as error:  # noqa: BLE001  # the service is stopped with it
             delivery.assignment.close()
-            self._tasks.report_bug(error)
+            self._tasks.report_bug(error, delivery)
             return None
         return decoded
 

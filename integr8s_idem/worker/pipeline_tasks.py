@@ -9,6 +9,7 @@ from contextvars import Context
 from functools import partial
 from typing import Any
 
+from integr8s_idem.telemetry.log_fields import SOURCE, LogSource, logging_with
 from integr8s_idem.worker.assignments import Delivery
 
 logger = logging.getLogger(__name__)
@@ -47,15 +48,21 @@ class PipelineTasks:
         ended(task)
 
     def begin_for(
-        self, delivery: Delivery, work: Coroutine[Any, Any, None], ended: Callable[[asyncio.Task[None]], None]
+        self,
+        delivery: Delivery,
+        work: Coroutine[Any, Any, None],
+        ended: Callable[[asyncio.Task[None]], None],
+        source: LogSource | None = None,
     ) -> asyncio.Task[None]:
-        """Start `work` as one of the tasks that handle `delivery`."""
+        """Start `work` as one of the tasks that handle `delivery`.  `source` of log records: `delivery` by default."""
 
         def ended_for(task: asyncio.Task[None]) -> None:
             delivery.remove_task(task)
             ended(task)
 
-        task = self.begin(work, delivery.context, ended_for)
+        context = delivery.context.copy()
+        context.run(SOURCE.set, source or delivery)
+        task = self.begin(work, context, ended_for)
         delivery.add_task(task)
         return task
 
@@ -68,7 +75,8 @@ class PipelineTasks:
             self.report_bug(error)
         return error is None
 
-    def report_bug(self, error: BaseException) -> None:
-        """Log `error`, and stop the service."""
-        logger.error("%s: handling a delivery failed because of a bug", self._service, exc_info=error)
+    def report_bug(self, error: BaseException, source: LogSource | None = None) -> None:
+        """Log `error`, and stop the service.  `source`: the delivery or item, if it is known."""
+        with logging_with(source):
+            logger.error("%s: handling a delivery failed because of a bug", self._service, exc_info=error)
         self._fail(error)

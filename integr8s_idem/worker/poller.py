@@ -14,6 +14,7 @@ from typing import Any, Final
 from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
 
 from integr8s_idem.telemetry import Observer, Signal
+from integr8s_idem.telemetry.log_fields import logging_with
 from integr8s_idem.worker.assignments import Assignment, Delivery
 from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.backpressure import Backpressure
@@ -284,14 +285,15 @@ class Poller:
     def _set_aside(self, assignment: Assignment, error: Exception) -> None:
         assignment.damaged = True
         self._observer.count(Signal.PARTITION_DAMAGED)
-        logger.error(
-            "%s: %s[%d] cannot be read from offset %s on and is paused; other partitions continue: %s",
-            self._service,
-            assignment.partition.topic,
-            assignment.partition.partition,
-            assignment.next_offset,
-            f"{type(error).__name__}: {error}",
-        )
+        with logging_with(assignment, offset=assignment.next_offset):
+            logger.error(
+                "%s: %s[%d] cannot be read from offset %s on and is paused; other partitions continue: %s",
+                self._service,
+                assignment.partition.topic,
+                assignment.partition.partition,
+                assignment.next_offset,
+                f"{type(error).__name__}: {error}",
+            )
 
     # Messages.
 

@@ -17,6 +17,7 @@ from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.keys import generation_key
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus
 from integr8s_idem.telemetry import Observer, Signal
+from integr8s_idem.telemetry.log_fields import MessageSource, logging_with
 from integr8s_idem.worker.dead_letters import REPLAY_SIGNATURE, claim_of, own_headers, replay_header
 from integr8s_idem.worker.kafka_protocols import Record
 from integr8s_idem.worker.replay_signatures import ReplayClaim, event_hash, is_signed
@@ -152,4 +153,5 @@ class ReplayReporter:
         more = f"; {self._unlogged} similar messages were not logged" if self._unlogged else ""
         self._silent_until, self._unlogged = now + LOG_INTERVAL, 0
         place = f"{record.topic}[{record.partition}]@{record.offset}"
-        logger.log(level, "%s: %s %s%s", self._service, place, what, more)
+        with logging_with(MessageSource(self._service, record)):
+            logger.log(level, "%s: %s %s%s", self._service, place, what, more)

@@ -16,6 +16,7 @@ from typing import Any, Final
 from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.engine.run import Returned, Run
 from integr8s_idem.handlers.handler import GuardedExecution
+from integr8s_idem.telemetry.log_fields import SOURCE
 from integr8s_idem.worker.assignments import AbandonedError, WorkItem
 from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
@@ -109,6 +110,7 @@ class Runners:
     async def _run(self, item: WorkItem) -> None:
         """Run an item's handler and process what it returned, in the context of its delivery."""
         conclusions = self._conclusions
+        SOURCE.set(item)
         self._isolation.enter()
         try:
             if item.delivery.assignment.closed:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from integr8s_idem.cli.log_format import REPEAT_SECONDS, ConsoleHandler, JsonFormatter, RepeatFilter, TextFormatter
+from integr8s_idem.telemetry.log_fields import ContextFilter, logging_with
 
 
 def record(message: str = "handled %s", *args: Any, extra: dict[str, Any] | None = None) -> logging.LogRecord:
@@ -26,12 +27,12 @@ def as_json(given: logging.LogRecord) -> dict[str, Any]:
     return json.loads(line, parse_constant=pytest.fail)  # type: ignore[no-any-return]
 
 
-def test_a_json_line_contains_time_level_logger_message_and_extra_fields() -> None:
+def test_a_json_line_contains_timestamp_level_logger_message_and_extra_fields() -> None:
     given = record("handled %s", "a\nb", extra={"service": "billing", "attempt": 2})
     given.created = 1_700_000_000.5
 
     assert as_json(given) == {
-        "time": "2023-11-14T22:13:20.500+00:00",
+        "timestamp": "2023-11-14T22:13:20.500Z",
         "level": "INFO",
         "logger": "shop",
         "message": "handled a\nb",
@@ -41,10 +42,10 @@ def test_a_json_line_contains_time_level_logger_message_and_extra_fields() -> No
 
 
 def test_extra_fields_do_not_replace_standard_fields() -> None:
-    line = as_json(record("m", extra={"level": "x", "time": "x", "logger": "x"}))
+    line = as_json(record("m", extra={"level": "x", "timestamp": "x", "logger": "x"}))
 
     assert (line["level"], line["logger"]) == ("INFO", "shop")
-    assert line["time"] != "x"
+    assert line["timestamp"] != "x"
 
 
 def test_values_that_json_does_not_support_are_converted() -> None:
@@ -59,11 +60,50 @@ def test_values_that_json_does_not_support_are_converted() -> None:
 def test_a_json_line_contains_the_exception() -> None:
     given = record("m")
     try:
-        raise ValueError("broken")
-    except ValueError:
+        raise TimeoutError("no response from redis://:secret@host")
+    except TimeoutError:
         given.exc_info = sys.exc_info()
 
-    assert as_json(given)["exception"].endswith("ValueError: broken")
+    line = as_json(given)
+
+    assert line["exception.type"] == "TimeoutError"
+    assert line["exception.message"] == "no response from redis://***@host"
+    assert line["exception.stacktrace"].startswith("Traceback (most recent call last):")
+    assert "secret" not in line["exception.stacktrace"]
+
+
+def test_an_exception_without_a_text_is_formatted() -> None:
+    class UnprintableError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    given = record("m")
+    given.exc_info = (UnprintableError, UnprintableError(), None)
+
+    line = as_json(given)
+
+    assert line["exception.type"].endswith("UnprintableError")
+    assert line["exception.message"] == "(its text is not available: RuntimeError)"
+
+
+def test_the_fields_of_the_context_follow_the_message_in_a_fixed_order() -> None:
+    with logging_with(attempt=2, handler="charge", trace_id="ab", topic="orders"):
+        given = record("m", extra={"order": "7"})
+        assert ContextFilter().filter(given)
+
+    assert list(as_json(given))[3:] == ["message", "trace_id", "topic", "handler", "attempt", "order"]
+
+
+def test_a_text_line_ends_with_the_most_useful_fields_of_the_context() -> None:
+    given = record("m", extra={"order": "7"})
+    known: dict[str, object] = {"service": "billing", "topic": "orders", "partition": 2, "offset": 17}
+    vars(given).update(
+        known, event_id="e-1", event_type="order", handler="charge", attempt=2, trace_id="ab", span_id="c"
+    )
+
+    line = TextFormatter().format(given)
+
+    assert line.endswith("m  order=7  orders[2]@17 handler=charge attempt=2 event_id=e-1 trace_id=ab")
 
 
 def test_a_text_line_ends_with_the_extra_fields() -> None:

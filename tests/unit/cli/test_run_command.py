@@ -21,12 +21,13 @@ from dishka import AsyncContainer, make_async_container
 from rich.console import Console
 
 from integr8s_idem.cli.garbage_collection import RARE_THRESHOLD
-from integr8s_idem.cli.run_command import Run, run
+from integr8s_idem.cli.run_command import LogFormat, Run, run
 from integr8s_idem.cli.run_table import report_table
 from integr8s_idem.config import RedisStoreSettings, Settings, SqliteStoreSettings
 from integr8s_idem.embedded.settings_overlay import merged
 from integr8s_idem.errors import SettingsError, StoreConfigurationError
 from integr8s_idem.runtime import Platform, Service
+from integr8s_idem.telemetry.log_fields import logging_with
 from integr8s_idem.worker import ServiceReport
 from integr8s_idem.worker.delivery_processor import Tally
 
@@ -96,9 +97,9 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     logging.captureWarnings(capture=False)
 
 
-def options(*services: str, embedded: bool = False, as_json: bool = False) -> Run:
+def options(*services: str, embedded: bool = False, log: LogFormat | None = None) -> Run:
     """Return the options for a run of the shop."""
-    return Run(SHOP, SHOP.choose(services), None, embedded, as_json)
+    return Run(SHOP, SHOP.choose(services), None, embedded, log)
 
 
 @pytest.mark.parametrize("status", [0, 1])
@@ -157,7 +158,8 @@ def test_an_unexpected_error_is_logged_and_exits_with_status_1(capsys: pytest.Ca
 
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert status == 1
-    assert last["exception"].endswith("RuntimeError: out of order")
+    assert last["exception.type"] == "RuntimeError"
+    assert last["exception.stacktrace"].endswith("RuntimeError: out of order")
 
 
 def test_errors_of_the_library_are_raised() -> None:
@@ -212,10 +214,34 @@ def test_json_lines_are_logged_on_a_terminal_with_json(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "stdout", terminal)
     group = FakeGroup(then=lambda: logging.getLogger("shop").info("hello"))
 
-    run(options(as_json=True), group)
+    run(options(log=LogFormat.JSON), group)
 
     assert json.loads(terminal.getvalue().splitlines()[-1])["message"] == "hello"
     assert group.options == 0
+
+
+def test_text_lines_are_logged_without_a_terminal_with_console(capsys: pytest.CaptureFixture[str]) -> None:
+    group = FakeGroup(then=lambda: logging.getLogger("shop").info("hello", extra={"order": "7"}))
+
+    run(options(log=LogFormat.CONSOLE), group)
+
+    assert capsys.readouterr().out.splitlines()[-1].endswith("INFO    shop  hello  order=7")
+    assert group.options == 0
+
+
+@pytest.mark.parametrize("are_allowed", [False, True])
+def test_lines_contain_keys_if_a_setting_allows_it(are_allowed: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("settings.toml").write_text(f"[telemetry]\nspan_keys = {str(are_allowed).lower()}")
+
+    def log() -> None:
+        with logging_with(service="billing", record_key="orders:7", message_key="customer-1"):
+            logging.getLogger("shop").info("hello")
+
+    run(options(), FakeGroup(then=log))
+
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["service"] == "billing"
+    assert ("record_key" in line, "message_key" in line) == (are_allowed, are_allowed)
 
 
 def test_the_table_is_redrawn_while_services_run(monkeypatch: pytest.MonkeyPatch) -> None:

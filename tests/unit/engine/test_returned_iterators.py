@@ -689,6 +689,9 @@ class FakeMessage:
     def headers(self) -> None:
         return None
 
+    def key(self) -> None:
+        return None
+
 
 def _confluent(manager: IdempotencyManager) -> confluent.Delivery:
     broker: Any = None

@@ -65,6 +65,9 @@ class FakeMessage:
     def headers(self) -> None:
         return None
 
+    def key(self) -> None:
+        return None
+
 
 def _in_a_thread(here: IdempotencyManager) -> confluent.Delivery:
     return confluent.Delivery(cast("Any", None), here, cast("Any", FakeMessage()), by_position, None, None)

@@ -32,6 +32,7 @@ from integr8s_idem.cli.app import app
 from integr8s_idem.config import TelemetrySettings
 from integr8s_idem.errors import SettingsError
 from integr8s_idem.telemetry import Phase, Signal, setup
+from integr8s_idem.telemetry.collector import endpoint_url, signals_url
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 from integr8s_idem.telemetry.setup import check_exporter, configure_telemetry, observer_for
 
@@ -277,7 +278,7 @@ def test_settings_select_the_exporter(settings: TelemetrySettings, exporter: str
     ],
 )
 def test_the_default_path_is_added_only_to_an_endpoint_without_a_path(endpoint: str, url: str) -> None:
-    assert setup._traces_url(setup._endpoint_url(endpoint)) == url
+    assert signals_url(endpoint_url(endpoint), "traces") == url
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4317", "localhost", "http://", "ftp://host", "http://host:x", ""])
