@@ -7,7 +7,7 @@ longer move offsets, so a late completion never rewinds or overtakes the group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -54,13 +54,9 @@ class Assignment:
         if not self.closing.done():
             self.closing.set_result(None)
 
-    def add_running(self, delivery: Delivery) -> None:
-        """Note that `delivery` was started."""
-        self.running.add(delivery)
-
-    def remove_running(self, delivery: Delivery) -> None:
-        """Note that `delivery` was settled or released."""
-        self.running.discard(delivery)
+    def remove_running(self, *deliveries: Delivery) -> None:
+        """Note that deliveries were settled or released."""
+        self.running.difference_update(deliveries)
         if self._idle is not None and not self._idle.done() and not self.running:
             self._idle.set_result(None)
 
@@ -81,13 +77,13 @@ class Delivery:
     """One arrival of a message."""
 
     __slots__ = (
-        "_pending",
         "_processing",
         "assignment",
         "context",
         "is_abandoned",
         "is_prepared",
         "is_recorded",
+        "pending",
         "record",
         "size",
         "tasks",
@@ -108,7 +104,8 @@ class Delivery:
         """Whether its phases are recorded in a span."""
         self.is_prepared = False
         """Whether it was decoded before its turn, and its turn has not begun."""
-        self._pending = 0
+        self.pending = 0
+        """Its items that have not ended."""
         self._processing: DetachedPhase | None = None
 
     def begin(self, context: Context, processing: AbstractContextManager[Span]) -> None:
@@ -128,21 +125,34 @@ class Delivery:
 
     def begin_items(self, executions: Sequence[HandlerExecution]) -> list[WorkItem]:
         """Return one work item for each handler."""
-        self._pending = len(executions)
-        if self._pending == 1:
+        self.pending = len(executions)
+        if self.pending == 1:
             return [WorkItem(self, executions[0])]
         return [WorkItem(self, execution) for execution in executions]
 
-    def end_item(self) -> bool:
-        """Note that an item has ended, and return whether it was the last one."""
-        self._pending -= 1
-        return self._pending == 0
+    @staticmethod
+    def end_all(deliveries: Iterable[Delivery]) -> None:
+        """End the spans of their processing."""
+        for delivery in deliveries:
+            if delivery._processing is not None:  # noqa: SLF001  # of the same class
+                delivery.end()
 
     def end(self) -> None:
         """End the span of its processing."""
         processing, self._processing = self._processing, None
         if processing is not None:
             processing.end()
+
+
+def by_assignment(deliveries: Iterable[Delivery]) -> dict[Assignment, list[Delivery]]:
+    """Group deliveries by their assignments."""
+    groups: dict[Assignment, list[Delivery]] = {}
+    for delivery in deliveries:
+        if (group := groups.get(delivery.assignment)) is None:
+            groups[delivery.assignment] = [delivery]
+        else:
+            group.append(delivery)
+    return groups
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Final
 
 from integr8s_idem.engine.run import Returned
-from integr8s_idem.engine.work import Executed
 from integr8s_idem.errors import StoreError
 from integr8s_idem.worker.assignments import WorkItem
 from integr8s_idem.worker.batch_limits import MOST_TOGETHER
@@ -92,10 +91,10 @@ class OutcomeRecorder:
             for item, _ in returned:
                 self._conclusions.abandon(item)
             raise
-        for (item, each), is_written in zip(returned, written, strict=True):
-            if is_written:
-                self._conclusions.conclude(item, Executed(None, each.run.attempt.number))
-            else:
+        pairs = list(zip(returned, written, strict=True))
+        self._conclusions.succeeded([(item, each.run.attempt.number) for (item, each), is_written in pairs if is_written])
+        for (item, each), is_written in pairs:
+            if not is_written:
                 self._record_alone(item, each)
 
     def _record_alone(self, item: WorkItem, returned: Returned[Any]) -> None:
