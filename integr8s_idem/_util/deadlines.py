@@ -153,15 +153,16 @@ _clock_of = PerLoop(lambda _: _Clock())
 
 
 @types.coroutine
-def limited(work: Coroutine[Any, Any, T], deadline: Deadline) -> Generator[Any, Any, T]:
+def limited(work: Awaitable[T], deadline: Deadline) -> Generator[Any, Any, T]:
     """Await `work` in the current task, within `deadline` as soon as it waits for something."""
+    running: Coroutine[Any, Any, T] = work if type(work) is CoroutineType else _awaiting(work)
     try:
-        waiting_for = work.send(None)
+        waiting_for = running.send(None)
     except StopIteration as end:
         at_once: T = end.value
         return at_once
     with deadline:
-        result: T = yield from rest(work, waiting_for)
+        result: T = yield from rest(running, waiting_for)
         return result
 
 

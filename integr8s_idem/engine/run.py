@@ -21,9 +21,10 @@ from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
-from integr8s_idem._util.deadlines import as_coroutine, limited
+from integr8s_idem._util.deadlines import limited
 from integr8s_idem.config import IdempotencyConfig, OnFailure
 from integr8s_idem.engine.active_runs import ActiveRun, ActiveRuns
+from integr8s_idem.engine.iterators import PLAIN_CLASSES
 from integr8s_idem.engine.leases import HeldLease, LateStartError
 from integr8s_idem.engine.local_cache import LocalCache
 from integr8s_idem.engine.results import repeatable
@@ -98,7 +99,15 @@ class Run(ActiveRun):
 
     def __init__(self, services: RunServices, work: Work, lease: HeldLease | None, options: RunOptions) -> None:
         """`lease`: `None` to run without a reservation, if a policy allows it; then the caller sets `attempt`."""
-        super().__init__(services.runs, work, lease, options.writes_outcome)
+        # As `ActiveRun.__init__`; a call would cost as much as the assignments.
+        self.among = services.runs
+        self.work = work
+        self.lease = lease
+        self.commits_itself = options.writes_outcome
+        self.outer = None
+        self.steps = None
+        self.is_over = False
+        self.end_future = None
         self._services = services
         self.options = options
         self.writer = OutcomeWriter(services.client, work, lease) if options.writes_outcome else None
@@ -106,11 +115,6 @@ class Run(ActiveRun):
     def is_late(self) -> bool:
         """Whether too little of the lease is left to start the work now."""
         return self.lease is not None and self.lease.is_late()
-
-    @property
-    def is_after_crash(self) -> bool:
-        """Whether the lease of the previous attempt has lapsed."""
-        return self.lease is not None and self.lease.reservation.previous is Previous.LAPSED
 
     @property
     def is_suspect(self) -> bool:
@@ -176,10 +180,11 @@ class Run(ActiveRun):
             try:
                 with services.observer.phase(Phase.HANDLE, work.event_type):
                     try:
-                        result: T = await limited(as_coroutine(function(attempt)), lease)
+                        result: T = await limited(function(attempt), lease)
                     finally:
                         lease.drop()
-                    value: T = repeatable(result, attempt.label, work.returns)
+                    if type(result) not in PLAIN_CLASSES:
+                        result = repeatable(result, attempt.label, work.returns)
             except asyncio.CancelledError:
                 services.client.release_later(work, lease.reservation)
                 raise
@@ -192,7 +197,7 @@ class Run(ActiveRun):
                     raise
                 self._end()
                 return failed
-            return self._returned(lease, value)
+            return self._returned(lease, result)
         except BaseException:
             runs.remove(self)
             raise
@@ -367,7 +372,8 @@ class Run(ActiveRun):
 
     def _begin_attempt(self, lease: HeldLease) -> Attempt:
         reserved, key = lease.reservation, self.work.key
-        attempt = Attempt(reserved.key, reserved.attempt, reserved.fence, lease.deadline, key.label, key.generation)
+        label = key.label if key.generation else key.name
+        attempt = Attempt(reserved.key, reserved.attempt, reserved.fence, lease.deadline, label, key.generation)
         self.attempt = attempt
         return attempt
 

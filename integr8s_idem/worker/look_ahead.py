@@ -147,7 +147,7 @@ def _may_be_early(execution: GuardedExecution) -> bool:
     work that is in progress, they would skip it although nothing runs.
     """
     return (
-        execution.together
+        execution.handler.outbox is None
         and execution.work.isolation is Isolation.PENDING
         and execution.on_in_progress is not OnInProgress.SKIP
     )

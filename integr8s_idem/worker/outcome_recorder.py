@@ -91,11 +91,15 @@ class OutcomeRecorder:
             for item, _ in returned:
                 self._conclusions.abandon(item)
             raise
-        pairs = list(zip(returned, written, strict=True))
-        self._conclusions.succeeded([(item, each.run.attempt.number) for (item, each), is_written in pairs if is_written])
-        for (item, each), is_written in pairs:
-            if not is_written:
-                self._record_alone(item, each)
+        recorded, others = list[tuple[WorkItem, int]](), list[tuple[WorkItem, Returned[Any]]]()
+        for (item, each), is_written in zip(returned, written, strict=True):
+            if is_written:
+                recorded.append((item, each.run.attempt.number))
+            else:
+                others.append((item, each))
+        self._conclusions.succeeded(recorded)
+        for item, each in others:
+            self._record_alone(item, each)
 
     def _record_alone(self, item: WorkItem, returned: Returned[Any]) -> None:
         """Record one outcome that was not recorded with its batch, and retry until the store responds."""

@@ -242,9 +242,9 @@ class Pipeline:
             self._reserver.start(item, item.run)
         elif item.answer is not None and isinstance(execution, GuardedExecution):
             self._reserver.decline(item, execution, item.answer)
-        elif not isinstance(execution, GuardedExecution) or not execution.together or item.delivery.is_recorded:
+        elif not isinstance(execution, GuardedExecution) or execution.handler.outbox or item.delivery.is_recorded:
             self._runners.add(item)  # reserves its key itself, as a batch of one
-        elif execution.is_known_here():
+        elif execution.executor.cache is not None and execution.is_known_here():
             self._slots.release()
             self._conclusions.duplicate(item)
         else:
@@ -307,4 +307,3 @@ class Pipeline:
         else:
             self._ready.append(delivery)
             self._schedule()
-

@@ -38,6 +38,8 @@ class Runners:
         self._tasks = tasks
         self._conclusions = conclusions
         self._runnable: deque[WorkItem] = deque()
+        self.add: Final = self._runnable.append
+        """Add an item, to run when `start` is called or a runner is free."""
         self._succeeded: list[tuple[WorkItem, int]] = []
         """Items whose handlers have succeeded since the runner waited, and the numbers of their attempts."""
         self._freed = 0
@@ -51,10 +53,6 @@ class Runners:
         self._context = copy_context()
         """Context of the runners; each handler runs in the context of its delivery."""
 
-    def add(self, item: WorkItem) -> None:
-        """Add an item, to run when `start` is called or a runner is free."""
-        self._runnable.append(item)
-
     def start(self) -> None:
         """Start a runner if there are items to run and no runner takes them."""
         if self._runnable and self._current is None and not self._isolation.is_closed:
@@ -64,7 +62,8 @@ class Runners:
 
     def release(self, *, only_closed: bool) -> None:
         """Release items that no runner has taken; with `only_closed`, only those of closed assignments."""
-        runnable, self._runnable = self._runnable, deque()
+        runnable = list(self._runnable)
+        self._runnable.clear()
         for item in runnable:
             if only_closed and not item.delivery.assignment.closed:
                 self._runnable.append(item)
