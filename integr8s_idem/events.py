@@ -211,7 +211,7 @@ class EventDecoder:
         self._events = {event_type_of(event): _KnownEvent(event, _version_of(event)) for event in events}
         self._codec = codec
         known = [(name, each.event, each.version.split(".", 1)[0]) for name, each in self._events.items()]
-        self._find = speedups.native.EventClasses(known).find if speedups.native else lambda _: None
+        self._find = speedups.native.EventClasses(known).find if speedups.native else None
 
     def decode(self, body: bytes | None, headers: Headers = ()) -> BaseEvent:
         """Decode the event in a message.
@@ -223,7 +223,7 @@ class EventDecoder:
         if not body:
             raise UndecodableEventError("empty", "the message has no body")
         if self._codec is None:
-            event = self._find(body) or self._class_for(read_json(body))
+            event = (self._find is not None and self._find(body)) or self._class_for(read_json(body))
             return _validated(event.__pydantic_validator__.validate_json, body)
         fields = _fields_in(self._codec, body, headers)
         return _validated(self._class_for(fields).__pydantic_validator__.validate_python, fields)

@@ -27,6 +27,12 @@ def new_tokens(count: int) -> bytes:
     return os.urandom(TOKEN_BYTES * count)
 
 
+def iter_tokens(count: int) -> Iterator[bytes]:
+    """Return an iterator over that many tokens."""
+    drawn = new_tokens(count)
+    return iter([drawn[start : start + TOKEN_BYTES] for start in range(0, len(drawn), TOKEN_BYTES)])
+
+
 def _forget() -> None:
     global _drawn
     _drawn = iter(())

@@ -27,7 +27,7 @@ class StepsOfRun(Protocol):
 class ActiveRun:
     """A run in progress."""
 
-    __slots__ = ("_ended", "among", "attempt", "commits_itself", "is_over", "lease", "outer", "steps", "work")
+    __slots__ = ("among", "attempt", "commits_itself", "end_future", "is_over", "lease", "outer", "steps", "work")
     attempt: Attempt
     """Set when the run starts."""
 
@@ -47,19 +47,20 @@ class ActiveRun:
         """The steps of the run, once requested."""
         self.is_over = False
         """Whether the outcome of the work is settled, or left to another owner; tasks that it started may still run."""
-        self._ended: asyncio.Future[None] | None = None
+        self.end_future: asyncio.Future[None] | None = None
+        """Set by `ended`."""
 
     def ended(self) -> asyncio.Future[None]:
         """Return a future that is done when the run is over.  It is made on demand, because few runs have waiters."""
-        if self._ended is None:
-            self._ended = asyncio.get_running_loop().create_future()
-        return self._ended
+        if self.end_future is None:
+            self.end_future = asyncio.get_running_loop().create_future()
+        return self.end_future
 
     def end(self) -> None:
         """Mark the run as over and wake its waiters."""
         self.is_over = True
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(None)
+        if self.end_future is not None and not self.end_future.done():
+            self.end_future.set_result(None)
 
 
 _RUN: ContextVar[ActiveRun | None] = RUN
@@ -120,13 +121,17 @@ class ActiveRuns:
         """Restore the run that was innermost before `enter`."""
         _RUN.set(run.outer)
 
-    def remove(self, run: ActiveRun) -> None:
-        """Remove a run that is settled, or whose key has another owner."""
-        if self._by_key.get(run.attempt.key) is run:
-            del self._by_key[run.attempt.key]
-        run.end()
-        # The key may have been reserved again under this token, and the next run needs its own reservation.
-        run.work.forget_token()
+    def remove(self, *runs: ActiveRun) -> None:
+        """Remove runs that are settled, or whose keys have other owners."""
+        for run in runs:
+            if self._by_key.get(run.attempt.key) is run:
+                del self._by_key[run.attempt.key]
+            if run.end_future is None:
+                run.is_over = True
+            else:
+                run.end()
+            # The key may have been reserved again under this token, and the next run needs its own reservation.
+            run.work.token = b""
 
     @contextmanager
     def within(self, run: ActiveRun) -> Iterator[None]:

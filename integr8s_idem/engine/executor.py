@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
 from time import monotonic, perf_counter
@@ -123,7 +124,7 @@ class Executor(RunServices):
             if run is None:
                 raise
             return run
-        self._count_verdict(work, verdict)
+        self._count_verdicts((work,), (verdict,))
         if not isinstance(verdict, Reserved):
             return self.declined(work, verdict, options)
         run = self.reserved(work, verdict, asked_at, options)
@@ -329,8 +330,7 @@ class Executor(RunServices):
             self.verdicts.observe_failure(works, error, since)
             raise
         self.verdicts.observe_all(works, verdicts, since)
-        for work, verdict in zip(works, verdicts, strict=True):
-            self._count_verdict(work, verdict)
+        self._count_verdicts(works, verdicts)
         return verdicts
 
     async def complete_together(self, returned: Sequence[Returned[Any]], *, shielded: bool = True) -> list[bool]:
@@ -348,14 +348,14 @@ class Executor(RunServices):
         except StoreError:
             raise  # the caller completes them individually
         except BaseException:
-            for each in returned:
-                self.runs.remove(each.run)
+            self.runs.remove(*[each.run for each in returned])
             raise
-        for each, is_written in zip(returned, written, strict=True):
-            if is_written:
-                if self.cache is not None and each.completion is not None:
+        done = [each for each, is_written in zip(returned, written, strict=True) if is_written]
+        if self.cache is not None:
+            for each in done:
+                if each.completion is not None:
                     each.run.keep(each.completion, began_at)
-                self.runs.remove(each.run)
+        self.runs.remove(*[each.run for each in done])
         self.verdicts.observe_completions([each.run.work for each in returned], written, since)
         return written
 
@@ -396,19 +396,24 @@ class Executor(RunServices):
         run.attempt = Attempt(key, work.unguarded_runs, 0, float("inf"), work.key.label, work.key.generation)
         return run
 
-    def _count_verdict(self, work: Work, verdict: Verdict) -> None:
-        """Report the verdict of the store."""
-        reserved = isinstance(verdict, Reserved)
-        if reserved:
-            work.forget_token()
-        if not work.known:
-            work.known = True
-            fresh = reserved and verdict.previous is Previous.NONE  # type: ignore[union-attr]
-            self.observer.count(Signal.CACHE_MISS if fresh else Signal.CACHE_HIT, work.event_type)
-        if reserved and verdict.fence != work.fence:  # type: ignore[union-attr]
-            work.fence = verdict.fence  # type: ignore[union-attr]
-            if verdict.previous is Previous.LAPSED:  # type: ignore[union-attr]
-                self.observer.count(Signal.TAKEOVER, work.event_type)
+    def _count_verdicts(self, works: Sequence[Work], verdicts: Sequence[Verdict]) -> None:
+        """Report the verdicts of the store, by event type."""
+        misses, hits, takeovers = Counter[str](), Counter[str](), Counter[str]()
+        for work, verdict in zip(works, verdicts, strict=True):
+            previous = verdict.previous if isinstance(verdict, Reserved) else None
+            if not work.known:
+                work.known = True
+                (misses if previous is Previous.NONE else hits)[work.event_type] += 1
+            if isinstance(verdict, Reserved):
+                work.token = b""  # the next `reserve` is an attempt of its own
+                if verdict.fence != work.fence:
+                    work.fence = verdict.fence
+                    if previous is Previous.LAPSED:
+                        takeovers[work.event_type] += 1
+        counts = ((Signal.CACHE_MISS, misses), (Signal.CACHE_HIT, hits), (Signal.TAKEOVER, takeovers))
+        for signal, amounts in counts:
+            for event_type, amount in amounts.items():
+                self.observer.count(signal, event_type, amount)
 
 
 def _writing(

@@ -67,7 +67,7 @@ class HeldLease(Deadline):
     lease and moves with every renewal.  Exiting the block raises `LeaseLostError` if the handler was cancelled.
     """
 
-    __slots__ = ("_keeper", "_now", "deadline", "renew_at", "reservation", "start_before", "withdrawn", "work")
+    __slots__ = ("_keeper", "deadline", "now", "renew_at", "reservation", "start_before", "withdrawn", "work")
 
     def __init__(self, keeper: LeaseKeeper, reservation: Reserved, times: LeaseTimes, work: Work) -> None:
         # As `Deadline.__init__`; a call would cost as much as the assignments.
@@ -75,7 +75,7 @@ class HeldLease(Deadline):
         self.expired = False
         self._clock = None
         self._keeper = keeper
-        self._now = keeper.now
+        self.now = keeper.now
         self.work = work
         self.reservation = reservation
         self.withdrawn = False
@@ -89,7 +89,7 @@ class HeldLease(Deadline):
 
     def is_late(self) -> bool:
         """Whether too little of the lease is left to start its handler now.  Thread-safe."""
-        return self._now() >= self.start_before
+        return self.now() >= self.start_before
 
     @property
     def lost(self) -> bool:
@@ -121,7 +121,7 @@ class HeldLease(Deadline):
 
     def drop(self) -> None:
         """Stop renewing the lease of a handler that does not start."""
-        self._keeper.drop(self)
+        self._keeper.held.pop(self, None)
 
     def leave(self) -> bool:
         self._keeper.drop(self)
@@ -165,7 +165,7 @@ class LeaseKeeper:
         self._last_times: tuple[timedelta, float, LeaseTimes] | None = None
         self._repository = repository
         self._observer = observer
-        self._held: dict[HeldLease, None] = {}
+        self.held: dict[HeldLease, None] = {}
         """In the order in which the leases were taken, which is the order of renewals."""
         self._timer: asyncio.Handle | None = None
         self._wakes_at = 0.0
@@ -216,24 +216,24 @@ class LeaseKeeper:
 
     def take(self, lease: HeldLease) -> None:
         """Start renewing `lease`."""
-        self._held[lease] = None
+        self.held[lease] = None
         if self._timer is None or lease.renew_at < self._wakes_at:
             self._wake_at(lease.renew_at)
 
     def drop(self, lease: HeldLease) -> None:
         """Stop renewing `lease`."""
-        self._held.pop(lease, None)
+        self.held.pop(lease, None)
 
     def holds(self, lease: HeldLease) -> bool:
         """Whether `lease` is being renewed."""
-        return lease in self._held
+        return lease in self.held
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.held)
 
     def close(self) -> None:
         """Stop renewing.  Handlers that still run are cancelled when their leases end."""
-        self._held.clear()
+        self.held.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -261,7 +261,7 @@ class LeaseKeeper:
             # Renew slightly early, so that leases taken one after the other share a call.
             due = [
                 lease
-                for lease in self._held
+                for lease in self.held
                 if not lease.lost
                 and lease.renew_at <= loop.time() + lease.reservation.lease.total_seconds() * RETRY_AFTER
             ]
@@ -269,7 +269,7 @@ class LeaseKeeper:
             for duration, leases in groupby(due, key=_duration):
                 await self._renew(duration, list(leases))
         finally:
-            if live := [lease.renew_at for lease in self._held if not lease.lost]:
+            if live := [lease.renew_at for lease in self.held if not lease.lost]:
                 self._wake_at(min(live))
 
     async def _renew(self, duration: timedelta, leases: list[HeldLease]) -> None:
@@ -282,7 +282,7 @@ class LeaseKeeper:
             self._observer.count(Signal.STORE_ERROR)
             return
         for lease, still_held in zip(leases, answers, strict=True):
-            if lease not in self._held:
+            if lease not in self.held:
                 continue
             if still_held:
                 lease.renewed(asked_at, duration)
@@ -310,7 +310,7 @@ class LeaseKeeper:
         except StoreError:
             self._observer.count(Signal.STORE_ERROR)
             return
-        if lease not in self._held:
+        if lease not in self.held:
             return
         if again is None:
             lease.renew_at = lease.deadline

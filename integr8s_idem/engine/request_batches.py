@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Final, TypeAlias
 
 from integr8s_idem._util import speedups
-from integr8s_idem._util.tokens import new_tokens
+from integr8s_idem._util.tokens import iter_tokens, new_tokens
 from integr8s_idem.engine.work import Isolation, Work
 from integr8s_idem.keys import LONGEST_PLAIN, Key, KeySpace
 from integr8s_idem.records import ReserveRequest
@@ -35,7 +36,7 @@ def batch_maker(
 ) -> MakeMany:
     """Return a function that makes the requests for many works, the same as `make_one` does for each."""
     if speedups.native is None or space.hash_keys:
-        return lambda works: list(map(make_one, works))
+        return partial(_make_many, space, lease, owner, retention_of)
     maker = speedups.native.RequestMaker(
         Work,
         Key,
@@ -48,6 +49,7 @@ def batch_maker(
         retention_of=retention_of,
     )
 
+    # `_make_many` in Rust.
     def make(works: Sequence[Work]) -> list[ReserveRequest]:
         made: list[ReserveRequest] = maker.make(list(works), new_tokens(len(works)), make_one)
         for index, work in enumerate(works):
@@ -56,3 +58,33 @@ def batch_maker(
         return made
 
     return make
+
+
+def _make_many(
+    space: KeySpace,
+    lease: timedelta,
+    owner: str,
+    retention_of: Callable[[timedelta | None], timedelta],
+    works: Sequence[Work],
+) -> list[ReserveRequest]:
+    made: list[ReserveRequest] = []
+    tokens = iter_tokens(len(works))
+    ttl, retention = None, retention_of(None)
+    for work in works:
+        if not work.token:
+            work.token = next(tokens)
+        if work.ttl is not ttl:  # usually the same object in the whole batch
+            ttl, retention = work.ttl, retention_of(work.ttl)
+        made.append(
+            ReserveRequest(
+                key=space.full(work.key),
+                token=work.token,
+                lease=lease,
+                retention=retention,
+                fingerprint=work.fingerprint,
+                owner=owner,
+                trace=work.trace,
+                alone=work.isolation is Isolation.ALONE,
+            )
+        )
+    return made

@@ -19,11 +19,13 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import monotonic
+from types import CoroutineType
 from typing import Any, Generic, TypeVar
 
-from integr8s_idem._util.deadlines import as_coroutine, limited
+from integr8s_idem._util.first_step import as_coroutine, rest
 from integr8s_idem.config import IdempotencyConfig, OnFailure
 from integr8s_idem.engine.active_runs import ActiveRun, ActiveRuns
+from integr8s_idem.engine.iterators import PLAIN_CLASSES
 from integr8s_idem.engine.leases import HeldLease, LateStartError
 from integr8s_idem.engine.local_cache import LocalCache
 from integr8s_idem.engine.results import repeatable
@@ -49,7 +51,7 @@ from integr8s_idem.errors import (
     TransactionAbortedError,
 )
 from integr8s_idem.records import Completed, Completion, Previous, Reserved
-from integr8s_idem.telemetry import Observer, Phase, Signal, conventions
+from integr8s_idem.telemetry import Observer, Phase, Signal
 from integr8s_idem.telemetry.detached_phase import DetachedPhase
 
 T = TypeVar("T")
@@ -98,7 +100,15 @@ class Run(ActiveRun):
 
     def __init__(self, services: RunServices, work: Work, lease: HeldLease | None, options: RunOptions) -> None:
         """`lease`: `None` to run without a reservation, if a policy allows it; then the caller sets `attempt`."""
-        super().__init__(services.runs, work, lease, options.writes_outcome)
+        # As `ActiveRun.__init__`; a call would cost as much as the assignments.
+        self.among = services.runs
+        self.work = work
+        self.lease = lease
+        self.commits_itself = options.writes_outcome
+        self.outer = None
+        self.steps = None
+        self.is_over = False
+        self.end_future = None
         self._services = services
         self.options = options
         self.writer = OutcomeWriter(services.client, work, lease) if options.writes_outcome else None
@@ -106,11 +116,6 @@ class Run(ActiveRun):
     def is_late(self) -> bool:
         """Whether too little of the lease is left to start the work now."""
         return self.lease is not None and self.lease.is_late()
-
-    @property
-    def is_after_crash(self) -> bool:
-        """Whether the lease of the previous attempt has lapsed."""
-        return self.lease is not None and self.lease.reservation.previous is Previous.LAPSED
 
     @property
     def is_suspect(self) -> bool:
@@ -174,32 +179,46 @@ class Run(ActiveRun):
         runs.enter(self)
         try:
             try:
-                with services.observer.phase(Phase.HANDLE, work.event_type) as span:
-                    if work.trace is not None:
-                        span.annotate(conventions.ATTEMPT, attempt.number)
+                with services.observer.phase(Phase.HANDLE, work.event_type, attempt=attempt.number):
                     try:
-                        result: T = await limited(as_coroutine(function(attempt)), lease)
+                        called = function(attempt)
+                        running = called if type(called) is CoroutineType else as_coroutine(called)
+                        try:
+                            waiting_for = running.send(None)
+                        except StopIteration as end:
+                            result: T = end.value
+                        else:
+                            # Code that never waits cannot be cancelled, so its deadline starts only now.
+                            with lease:
+                                result = await rest(running, waiting_for)
                     finally:
                         lease.drop()
-                    value: T = repeatable(result, attempt.label, work.returns)
+                    if type(result) not in PLAIN_CLASSES:
+                        result = repeatable(result, attempt.label, work.returns)
             except asyncio.CancelledError:
                 services.client.release_later(work, lease.reservation)
                 raise
             except Exception as error:
-                if isinstance(error, LateStartError) and error.lease is lease:
-                    self._end()
-                    return self.not_started()
-                failed = await self._failed(lease, error)
-                if failed is None:
+                ended = await self._raised(lease, error)
+                if ended is None:
                     raise
-                self._end()
-                return failed
-            return self._returned(lease, value)
+                return ended
+            return self._returned(lease, result)
         except BaseException:
             runs.remove(self)
             raise
         finally:
             runs.leave(self)
+
+    async def _raised(self, lease: HeldLease, error: Exception) -> HandlerFailed | NotStarted | None:
+        """End a run whose function has raised `error`; `None` if the work has not failed: re-raise the error."""
+        if isinstance(error, LateStartError) and error.lease is lease:
+            self._end()
+            return self.not_started()
+        failed = await self._failed(lease, error)
+        if failed is not None:
+            self._end()
+        return failed
 
     async def complete(self, returned: Returned[T]) -> Executed[T]:
         """Record the result of the function.
@@ -258,7 +277,7 @@ class Run(ActiveRun):
         attempt = self._begin_attempt(lease)
         self._services.runs.add(self)
         lease.enter(owner)
-        phase = self._services.observer.phase(Phase.HANDLE, self.work.event_type)
+        phase = self._services.observer.phase(Phase.HANDLE, self.work.event_type, attempt=attempt.number)
         self._phase = DetachedPhase(phase, copy_context())
         return attempt
 
@@ -369,7 +388,8 @@ class Run(ActiveRun):
 
     def _begin_attempt(self, lease: HeldLease) -> Attempt:
         reserved, key = lease.reservation, self.work.key
-        attempt = Attempt(reserved.key, reserved.attempt, reserved.fence, lease.deadline, key.label, key.generation)
+        label = key.label if key.generation else key.name
+        attempt = Attempt(reserved.key, reserved.attempt, reserved.fence, lease.deadline, label, key.generation)
         self.attempt = attempt
         return attempt
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from datetime import timedelta
+from types import CoroutineType
 from typing import Any, Final
 
-from integr8s_idem._util.deadlines import as_coroutine
-from integr8s_idem._util.first_step import rest
+from integr8s_idem._util.first_step import as_coroutine, rest
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.active_runs import run_of
+from integr8s_idem.engine.iterators import PLAIN_CLASSES
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.results import repeatable
 from integr8s_idem.engine.run import Run, RunOptions
@@ -88,11 +89,6 @@ class HandlerExecution:
         return OnInProgress.WAIT
 
     @property
-    def together(self) -> bool:
-        """Whether it can be reserved and completed in a batch with others."""
-        return True
-
-    @property
     def label(self) -> str:
         """Readable name: type and id of the event, or its key."""
         return f"{self.event.event_type}:{self.event.event_id}"
@@ -160,10 +156,6 @@ class GuardedExecution(HandlerExecution):
     @property
     def on_in_progress(self) -> OnInProgress:
         return self.handler.manager.config.on_in_progress
-
-    @property
-    def together(self) -> bool:
-        return self.handler.outbox is None
 
     @property
     def label(self) -> str:
@@ -295,9 +287,8 @@ class EventHandler:
         else:
             call = HandlerCall(event, attempt, outgoing)
             result = await (self._invoke(call) if self._timeout is None else self._invoke_for(call, self._timeout))
-        events = outgoing.finished(event, attempt.key, self.scope)
-        if events:
-            await self._publish(events, patient)
+        if outgoing.events:
+            await self._publish(outgoing.finished(event, attempt.key, self.scope), patient)
         self.observer.count(Signal.HANDLED, event.event_type)
         return result
 
@@ -320,7 +311,8 @@ class EventHandler:
             raise
 
     async def _invoke(self, call: HandlerCall | BatchCall) -> Any:
-        running = as_coroutine(self.invoke(self._registered, call))
+        invoked = self.invoke(self._registered, call)
+        running = invoked if type(invoked) is CoroutineType else as_coroutine(invoked)
         task, before = None, 0
         try:
             try:
@@ -332,7 +324,7 @@ class EventHandler:
                 task = asyncio.current_task()
                 before = task.cancelling() if task is not None else 0
                 result = await rest(running, waiting_for)
-            return returned_by(self._registered, result)
+            return result if type(result) in PLAIN_CLASSES else returned_by(self._registered, result)
         except asyncio.CancelledError as error:
             if task is not None and task.cancelling() > before:
                 raise

@@ -94,7 +94,8 @@ class HandlerCall:
         pace = pace_of(asyncio.get_running_loop()) if run is None else run.among.pace
         if pace.is_turn_over():
             await pace.wait()
-        check_start(run)
+        if run is not None:
+            check_start(run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class RegisteredHandler:
 async def call_with_event(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
     """Call a handler whose only argument is its event, or its list of events."""
     await call.check_start()
-    return await handler.function(call.argument)
+    return await handler.function(call.event if isinstance(call, HandlerCall) else call.argument)
 
 
 def returned_by(handler: RegisteredHandler, result: Any) -> Any:

@@ -10,10 +10,11 @@ from integr8s_idem.events import BaseEvent, Message, derived_event_id
 class Outgoing:
     """Outgoing events of a handler, which are published after the handler and its scope have succeeded."""
 
-    __slots__ = ("_events",)
+    __slots__ = ("events",)
 
     def __init__(self) -> None:
-        self._events: list[BaseEvent] = []
+        self.events: list[BaseEvent] | None = None
+        """As passed to `publish`; `None` if there are none, as usual."""
 
     def publish(self, event: BaseEvent) -> None:
         """Publish `event` after the handler has succeeded.
@@ -21,16 +22,16 @@ class Outgoing:
         Unless its id is set, it is derived from the key of the incoming event and the order of the calls.  So another
         run publishes the same ids, and consumers recognize the duplicates.
         """
-        self._events.append(event)
+        if self.events is None:
+            self.events = []
+        self.events.append(event)
 
     def finished(self, incoming: BaseEvent, key: str, service: str) -> list[BaseEvent]:
         """Return the events to publish, in the order of the calls.
 
         They have their final ids, the name of `service`, and the correlation id of `incoming`.
         """
-        if not self._events:
-            return self._events
-        return [_finish(event, index, incoming, key, service) for index, event in enumerate(self._events)]
+        return [_finish(event, index, incoming, key, service) for index, event in enumerate(self.events or ())]
 
 
 def _finish(event: BaseEvent, index: int, incoming: BaseEvent, key: str, service: str) -> BaseEvent:

@@ -177,12 +177,15 @@ class Observer(Protocol):
         """
         ...
 
-    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
+    def phase(
+        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+    ) -> AbstractContextManager[Span]:
         """Observe a phase and its duration; an exception marks it as failed.
 
         Args:
             event_type: Empty if it is unknown.
             since: When it began, by `time.perf_counter`, if that was before this call.
+            attempt: Number of the attempt; 0 if there is none.
         """
         ...
 
@@ -255,7 +258,9 @@ class SilentObserver:
     def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
         return _SILENT_PHASE
 
-    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
+    def phase(
+        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+    ) -> AbstractContextManager[Span]:
         return _SILENT_PHASE
 
     def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:

@@ -61,11 +61,13 @@ class CompositeObserver:
             result = _paired(result, observer.processing(message, event_type, event_id))
         return result
 
-    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
+    def phase(
+        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+    ) -> AbstractContextManager[Span]:
         """Observe a phase."""
         result = _SILENT_PHASE
         for observer in self._observers:
-            result = _paired(result, observer.phase(phase, event_type, since=since))
+            result = _paired(result, observer.phase(phase, event_type, since=since, attempt=attempt))
         return result
 
     def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:

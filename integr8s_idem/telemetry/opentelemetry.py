@@ -122,16 +122,20 @@ class OpenTelemetryObserver(SilentObserver):
         )
         return _RecordedPhase(span, self._span_keys)
 
-    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
+    def phase(
+        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+    ) -> AbstractContextManager[Span]:
         """Start a span named after `phase`, as a child of the current span."""
         tracer = self._tracer or self._find_tracer()
         if tracer is None:
             return _SILENT_PHASE
         if self._sampling is not None and (unrecorded := self._sampling.phase()) is not None:
             return unrecorded
-        attributes = {names.SERVICE: self._service}
+        attributes: dict[str, str | int] = {names.SERVICE: self._service}
         if event_type:
             attributes[names.EVENT_TYPE] = _text(event_type)
+        if attempt:
+            attributes[names.ATTEMPT] = attempt
         start = None if since is None else time_ns() - int((perf_counter() - since) * 1e9)
         return _RecordedPhase(tracer.start_span(phase.value, attributes=attributes, start_time=start), self._span_keys)
 

@@ -297,7 +297,9 @@ class PrometheusObserver(SilentObserver):
         """Measure the duration of a delivery whose event type is known."""
         return _Timed(self._service, None, event_type) if event_type else _SILENT_PHASE
 
-    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
+    def phase(
+        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+    ) -> AbstractContextManager[Span]:
         """Measure the duration of a phase, failed or not."""
         return _Timed(self._service, phase, event_type, since)
 

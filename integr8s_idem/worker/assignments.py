@@ -7,7 +7,7 @@ longer move offsets, so a late completion never rewinds or overtakes the group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -62,13 +62,9 @@ class Assignment:
         if not self.closing.done():
             self.closing.set_result(None)
 
-    def add_running(self, delivery: Delivery) -> None:
-        """Note that `delivery` was started."""
-        self.running.add(delivery)
-
-    def remove_running(self, delivery: Delivery) -> None:
-        """Note that `delivery` was settled or released."""
-        self.running.discard(delivery)
+    def remove_running(self, *deliveries: Delivery) -> None:
+        """Note that deliveries were settled or released."""
+        self.running.difference_update(deliveries)
         if self._idle is not None and not self._idle.done() and not self.running:
             self._idle.set_result(None)
 
@@ -89,12 +85,12 @@ class Delivery:
     """One arrival of a message."""
 
     __slots__ = (
-        "_pending",
         "_processing",
         "assignment",
         "context",
         "is_abandoned",
         "is_prepared",
+        "pending",
         "record",
         "recorded",
         "size",
@@ -116,7 +112,8 @@ class Delivery:
         """Set if it is recorded in a span."""
         self.is_prepared = False
         """Whether it was decoded before its turn, and its turn has not begun."""
-        self._pending = 0
+        self.pending = 0
+        """Its items that have not ended."""
         self._processing: DetachedPhase | None = None
 
     def begin(self, context: Context, processing: AbstractContextManager[Span]) -> None:
@@ -146,18 +143,20 @@ class Delivery:
 
     def begin_items(self, executions: Sequence[HandlerExecution]) -> list[WorkItem]:
         """Return one work item for each handler."""
-        self._pending = len(executions)
+        self.pending = len(executions)
         if self.recorded is not None:
             for execution in executions:
                 self.recorded.observe(execution)
-        if self._pending == 1:
+        if self.pending == 1:
             return [WorkItem(self, executions[0])]
         return [WorkItem(self, execution) for execution in executions]
 
-    def end_item(self) -> bool:
-        """Note that an item has ended, and return whether it was the last one."""
-        self._pending -= 1
-        return self._pending == 0
+    @staticmethod
+    def end_all(deliveries: Iterable[Delivery]) -> None:
+        """End the spans of their processing."""
+        for delivery in deliveries:
+            if delivery._processing is not None:  # noqa: SLF001  # of the same class
+                delivery.end()
 
     def end(self) -> None:
         """End the span of its processing."""
@@ -166,6 +165,17 @@ class Delivery:
             if self.recorded is not None:
                 self.recorded.end()
             processing.end()
+
+
+def by_assignment(deliveries: Iterable[Delivery]) -> dict[Assignment, list[Delivery]]:
+    """Group deliveries by their assignments."""
+    groups: dict[Assignment, list[Delivery]] = {}
+    for delivery in deliveries:
+        if (group := groups.get(delivery.assignment)) is None:
+            groups[delivery.assignment] = [delivery]
+        else:
+            group.append(delivery)
+    return groups
 
 
 @dataclass(slots=True, eq=False)

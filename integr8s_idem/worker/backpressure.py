@@ -66,15 +66,17 @@ class Backpressure:
     def _above_half(self) -> bool:
         return self.in_flight > self._most // 2 or self._bytes > self._most_bytes // 2
 
-    def add(self, delivery: Delivery) -> None:
-        """Count `delivery` as in flight."""
-        self.in_flight += 1
-        self._bytes += delivery.size
+    def add(self, *deliveries: Delivery) -> None:
+        """Count deliveries as in flight."""
+        self.in_flight += len(deliveries)
+        for delivery in deliveries:
+            self._bytes += delivery.size
 
-    def remove(self, delivery: Delivery) -> None:
-        """Stop counting `delivery`, which was settled or released."""
-        self.in_flight -= 1
-        self._bytes -= delivery.size
+    def remove(self, *deliveries: Delivery) -> None:
+        """Stop counting deliveries that were settled or released."""
+        self.in_flight -= len(deliveries)
+        for delivery in deliveries:
+            self._bytes -= delivery.size
         if self._below_half is not None and not self._above_half():
             self._below_half.set_result(None)
             self._below_half = None

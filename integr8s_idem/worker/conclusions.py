@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,12 +35,12 @@ class Conclusions:
         tasks: PipelineTasks,
         *,
         reschedule: Callable[[WorkItem], None],
-        ended: Callable[[Delivery, bool], None],
+        ended: Callable[[Sequence[Delivery], bool], None],
     ) -> None:
         """
         Args:
             reschedule: Called with an item that is to be handled again.
-            ended: Called with each delivery that has ended, and whether its offset may be committed.
+            ended: Called with deliveries that have ended, and whether their offsets may be committed.
         """
         self._processor = processor
         self._circuit = processor.circuit
@@ -54,8 +54,7 @@ class Conclusions:
         processor, execution = self._processor, item.execution
         match outcome:
             case Executed():
-                processor.count_handled(outcome.attempt)
-                self._settle(item, DeliveryOutcome.EXECUTED, outcome.attempt)
+                self.succeeded([(item, outcome.attempt)])
             case Completed():
                 self.duplicate(item)
             case NotStarted():
@@ -75,6 +74,16 @@ class Conclusions:
                 self._wait(item, processor.retry_pause(execution, outcome))
             case _:
                 self._dead_letter_item(item, outcome)
+
+    def succeeded(self, items: Sequence[tuple[WorkItem, int]]) -> None:
+        """End items whose handlers have succeeded, each with the number of its attempt, and count them."""
+        tally = self._processor.tally
+        for item, attempt in items:
+            tally.handled += 1
+            tally.reruns += attempt > 1
+            if item.delivery.recorded is not None:
+                item.delivery.recorded.settled(DeliveryOutcome.EXECUTED, attempt)
+        self._done(*[item for item, _ in items])
 
     def raised(self, item: WorkItem, error: Exception) -> None:
         """Process an error that leaves the outcome of an attempt unknown; the attempt does not count."""
@@ -200,7 +209,7 @@ class Conclusions:
             if task.cancelled() or task.exception() is not None:
                 self._delivery_failed(delivery, task)
             else:
-                self._ended(delivery, True)
+                self._ended((delivery,), True)
 
         self._tasks.begin_for(delivery, self._processor.dead_letter(delivery, reason), ended)
 
@@ -225,22 +234,29 @@ class Conclusions:
             item.delivery.recorded.settled(outcome, attempt)
         self._done(item)
 
-    def _done(self, item: WorkItem) -> None:
-        delivery, execution = item.delivery, item.execution
-        if isinstance(execution, GuardedExecution) and execution.work.looks:
-            self._processor.executor.verdicts.end_wait(execution.work)
-        if delivery.end_item():
-            self._ended(delivery, not delivery.is_abandoned)
+    def _done(self, *items: WorkItem) -> None:
+        settled, abandoned = list[Delivery](), list[Delivery]()
+        for item in items:
+            delivery, execution = item.delivery, item.execution
+            if isinstance(execution, GuardedExecution) and execution.work.looks:
+                self._processor.executor.verdicts.end_wait(execution.work)
+            delivery.pending -= 1
+            if not delivery.pending:
+                (abandoned if delivery.is_abandoned else settled).append(delivery)
+        if settled:
+            self._ended(settled, True)
+        if abandoned:
+            self._ended(abandoned, False)
 
     def broken_delivery(self, delivery: Delivery, error: BaseException) -> None:
         """Report a bug in the library, like `broken`, for a delivery that has no items."""
         delivery.assignment.close()
         self._tasks.report_bug(error, delivery)
-        self._ended(delivery, False)
+        self._ended((delivery,), False)
 
     def _delivery_failed(self, delivery: Delivery, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is None or isinstance(error, AbandonedError):
-            self._ended(delivery, False)
+            self._ended((delivery,), False)
         else:
             self.broken_delivery(delivery, error)

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from integr8s_idem.events import EventDecoder, event_type_of, read_json
 from integr8s_idem.handlers.dispatcher import EventDispatcher
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Signal
-from integr8s_idem.worker.assignments import Delivery
+from integr8s_idem.worker.assignments import Assignment, Delivery
 from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.backpressure import Backpressure
 from integr8s_idem.worker.batch_limits import limits_of_batches
@@ -413,17 +413,17 @@ class ServiceWorker:
 
     # Settling.
 
-    def _put(self, delivery: Delivery) -> None:
-        self._backpressure.add(delivery)
-        self._pipeline.put(delivery)
+    def _put(self, deliveries: Sequence[Delivery]) -> None:
+        self._backpressure.add(*deliveries)
+        self._pipeline.put(deliveries)
 
-    def _finish(self, delivery: Delivery) -> None:
-        if delivery.assignment.ended:
-            # Settled after the partition was revoked: its next owner will find the record (R2).
-            self._processor.tally.stale += 1
-            self.observer.count(Signal.STALE_COMPLETION)
+    def _finish(self, assignment: Assignment, deliveries: Sequence[Delivery]) -> None:
+        if assignment.ended:
+            # Settled after the partition was revoked: its next owner will find the records (R2).
+            self._processor.tally.stale += len(deliveries)
+            self.observer.count(Signal.STALE_COMPLETION, amount=len(deliveries))
         else:
-            delivery.assignment.progress.finish(delivery.record.offset)
+            assignment.progress.finish(*[delivery.record.offset for delivery in deliveries])
 
     async def _commit_loop(self, consumer: Consumer) -> None:
         while True:

@@ -216,11 +216,6 @@ class DeliveryProcessor:
         assert manager is not None, "the handlers are guarded"
         return manager.executor
 
-    def count_handled(self, attempt: int) -> None:
-        """Count a handler that has succeeded."""
-        self.tally.handled += 1
-        self.tally.reruns += attempt > 1
-
     async def _wait_for_store(self, delivery: Delivery) -> None:
         await self.circuit.wait(unless=delivery.assignment.closing)
         if delivery.assignment.closed:

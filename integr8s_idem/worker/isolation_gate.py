@@ -38,6 +38,8 @@ class IsolationGate:
         self._running = 0
         self._idle: asyncio.Future[None] | None = None
         self._opened: asyncio.Future[None] | None = None
+        self.is_closed = False
+        """Whether a suspect runs alone or is about to: no other handler may start."""
         self._has_turn = False
         self._waiting: list[asyncio.Future[None]] = []
         self._overdue = 0
@@ -46,11 +48,6 @@ class IsolationGate:
         """Earliest start of the next turn, by the event loop's clock."""
         self.when_opened: list[Callable[[], None]] = []
         """Callbacks for when handlers may start again."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether a suspect runs alone or is about to: no other handler may start."""
-        return self._opened is not None
 
     def enter(self) -> None:
         """Count a handler that starts; allowed only while the gate is open."""
@@ -120,6 +117,7 @@ class IsolationGate:
     def _close(self) -> None:
         if self._opened is None:
             self._opened = asyncio.get_running_loop().create_future()
+            self.is_closed = True
 
     def _call_next(self) -> None:
         """Give the turn to a random suspect, so that one that crashes the process does not block others forever."""
@@ -176,6 +174,6 @@ class IsolationGate:
     def _open(self) -> None:
         if self._opened is not None:
             self._opened.set_result(None)
-            self._opened = None
+            self._opened, self.is_closed = None, False
             for callback in self.when_opened:
                 callback()

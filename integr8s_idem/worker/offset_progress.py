@@ -35,15 +35,18 @@ class Progress:
         """Deliveries from the first unfinished one on, which would be redelivered after a crash."""
         return len(self._delivered)
 
-    def deliver(self, offset: int) -> bool:
-        """Note a delivery; return `False` if the offset was delivered before."""
-        if self._next is not None and offset < self._next:
-            return False
-        if self._first is None:
-            self._first = offset
-        self._delivered.append(offset)
-        self._next = offset + 1
-        return True
+    def deliver(self, *offsets: int) -> list[bool]:
+        """Note deliveries; return `False` for each offset that was delivered before."""
+        are_new = []
+        for offset in offsets:
+            is_new = self._next is None or offset >= self._next
+            are_new.append(is_new)
+            if is_new:
+                if self._first is None:
+                    self._first = offset
+                self._delivered.append(offset)
+                self._next = offset + 1
+        return are_new
 
     def fetched_to(self, position: int, start: int) -> None:
         """Note the position of the client: offsets before it were delivered, or never will be.
@@ -60,9 +63,9 @@ class Progress:
         elif position > start:
             self._first, self._next = start, position
 
-    def finish(self, offset: int) -> None:
-        """Note that a delivery may be acknowledged."""
-        self._finished.add(offset)
+    def finish(self, *offsets: int) -> None:
+        """Note that deliveries may be acknowledged."""
+        self._finished.update(offsets)
         while self._delivered and self._delivered[0] in self._finished:
             self._finished.discard(self._delivered.popleft())
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Final
 
 from integr8s_idem.engine.run import Returned
-from integr8s_idem.engine.work import Executed
 from integr8s_idem.errors import StoreError
 from integr8s_idem.worker.assignments import WorkItem
 from integr8s_idem.worker.batch_limits import MOST_TOGETHER
@@ -92,11 +91,15 @@ class OutcomeRecorder:
             for item, _ in returned:
                 self._conclusions.abandon(item)
             raise
+        recorded, others = list[tuple[WorkItem, int]](), list[tuple[WorkItem, Returned[Any]]]()
         for (item, each), is_written in zip(returned, written, strict=True):
             if is_written:
-                self._conclusions.conclude(item, Executed(None, each.run.attempt.number))
+                recorded.append((item, each.run.attempt.number))
             else:
-                self._record_alone(item, each)
+                others.append((item, each))
+        self._conclusions.succeeded(recorded)
+        for item, each in others:
+            self._record_alone(item, each)
 
     def _record_alone(self, item: WorkItem, returned: Returned[Any]) -> None:
         """Record one outcome that was not recorded with its batch, and retry until the store responds."""

@@ -26,7 +26,7 @@ from typing import Final
 
 from integr8s_idem.engine.run import RunOptions
 from integr8s_idem.handlers.handler import GuardedExecution, HandlerExecution
-from integr8s_idem.worker.assignments import Assignment, Delivery, WorkItem
+from integr8s_idem.worker.assignments import Assignment, Delivery, WorkItem, by_assignment
 from integr8s_idem.worker.batch_limits import MOST_TOGETHER
 from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import Decoded, DeliveryProcessor, UnverifiedReplay
@@ -48,14 +48,14 @@ class Pipeline:
         processor: DeliveryProcessor,
         ordering: Ordering,
         *,
-        finish: Callable[[Delivery], None],
-        left: Callable[[Delivery], None],
+        finish: Callable[[Assignment, Sequence[Delivery]], None],
+        left: Callable[..., None],
         fail: Callable[[BaseException], None],
     ) -> None:
         """
         Args:
-            finish: Called with a delivery whose offset may be committed.
-            left: Called with each delivery that has left the pipeline, including those that will be redelivered.
+            finish: Called with deliveries of an assignment whose offsets may be committed.
+            left: Called with deliveries that have left the pipeline, including those that will be redelivered.
             fail: Called with a bug in the library, to stop the service rather than lose an event.
         """
         self._processor = processor
@@ -82,12 +82,13 @@ class Pipeline:
         self._context = copy_context()
         """Context that handlers inherit from the service, without changes by earlier handlers."""
 
-    def put(self, delivery: Delivery) -> None:
-        """Handle `delivery` when its lane is free."""
+    def put(self, deliveries: Sequence[Delivery]) -> None:
+        """Handle each delivery when its lane is free."""
         self._context = copy_context()
-        if self._lanes.enter(delivery):
-            self._ready.append(delivery)
-            self._schedule()
+        if self._lanes.are_ordered:
+            deliveries = [delivery for delivery in deliveries if self._lanes.enter(delivery)]
+        self._ready.extend(deliveries)
+        self._schedule()
 
     @property
     def tasks(self) -> set[asyncio.Task[None]]:
@@ -136,16 +137,19 @@ class Pipeline:
             return  # leases of a batch reserved now would lapse if the suspect crashes the process
         taken: deque[Delivery | WorkItem] = deque()
         ahead: list[Delivery] = []
-        while self._ready and len(taken) + len(ahead) < MOST_TOGETHER:
-            first = self._ready[0]
-            if _assignment_of(first).closed:
-                self._drop(self._ready.popleft())
-            elif self._slots.try_acquire():
-                taken.append(self._ready.popleft())
-                if isinstance(first, Delivery):
-                    first.assignment.add_running(first)
-                    if self._lanes.are_ordered and not first.is_prepared:
-                        ahead += self._lanes.take_ahead(first)
+        ready, slots, are_ordered = self._ready, self._slots, self._lanes.are_ordered
+        while ready and len(taken) + len(ahead) < MOST_TOGETHER:
+            first = ready[0]
+            delivery = first if isinstance(first, Delivery) else first.delivery
+            if delivery.assignment.closed:
+                self._drop(ready.popleft())
+            elif slots.free:
+                slots.free -= 1
+                taken.append(ready.popleft())
+                if delivery is first:
+                    delivery.assignment.running.add(delivery)
+                    if are_ordered and not delivery.is_prepared:
+                        ahead += self._lanes.take_ahead(delivery)
             else:
                 break
         if taken:
@@ -165,10 +169,9 @@ class Pipeline:
                 self._conclusions.abandon(each)
             else:
                 self._ahead.drop(each)
-                self._ended(each, may_commit=False)
+                self._ended((each,), may_commit=False)
         if ahead:
-            for delivery in self._ahead.note_answers(ahead):
-                self._take_turn(delivery)
+            self._take_turns(self._ahead.note_answers(ahead))
         self._schedule()
 
     async def _batch(self, taken: deque[Delivery | WorkItem], ahead: Sequence[Delivery]) -> None:
@@ -190,7 +193,7 @@ class Pipeline:
                 self._begin(each, decoded, (), to_reserve)
             else:
                 self._slots.release()
-                self._ended(each, may_commit=False)
+                self._ended((each,), may_commit=False)
         self._runners.start()
         early = self._ahead.reservable(ahead, due)[: MOST_TOGETHER - len(to_reserve)] if ahead else []
         if to_reserve or early:
@@ -221,7 +224,7 @@ class Pipeline:
             items = items or delivery.begin_items(decoded.executions)
             if not items:
                 self._slots.release()
-                self._ended(delivery, may_commit=True)
+                self._ended((delivery,), may_commit=True)
                 return
             # The first item uses the slot of the delivery; the others acquire their own.
             if len(items) > 1:
@@ -238,9 +241,9 @@ class Pipeline:
             self._reserver.start(item, item.run)
         elif item.answer is not None and isinstance(execution, GuardedExecution):
             self._reserver.decline(item, execution, item.answer)
-        elif not isinstance(execution, GuardedExecution) or not execution.together:
+        elif not isinstance(execution, GuardedExecution) or execution.handler.outbox is not None:
             self._runners.add(item)  # reserves its key itself, as a batch of one
-        elif execution.is_known_here():
+        elif execution.executor.cache is not None and execution.is_known_here():
             self._slots.release()
             self._conclusions.duplicate(item)
         else:
@@ -254,25 +257,29 @@ class Pipeline:
             self._conclusions.abandon(each)
         else:
             self._ahead.drop(each)
-            self._leave(each)
+            self._leave((each,))
 
-    def _ended(self, delivery: Delivery, may_commit: bool) -> None:
+    def _ended(self, deliveries: Sequence[Delivery], may_commit: bool) -> None:
+        groups = by_assignment(deliveries)
         if may_commit:
-            self._finish(delivery)
-        delivery.end()
-        delivery.assignment.remove_running(delivery)
-        self._leave(delivery)
+            for assignment, ended in groups.items():
+                self._finish(assignment, ended)
+        Delivery.end_all(deliveries)
+        for assignment, ended in groups.items():
+            assignment.remove_running(*ended)
+        self._leave(deliveries)
 
-    def _leave(self, delivery: Delivery) -> None:
-        """Report that a delivery has left the pipeline, and begin the turn of the next one of its lane."""
-        self._left(delivery)
-        if (successor := self._lanes.leave(delivery)) is not None:
-            self._take_turn(successor)
+    def _leave(self, deliveries: Sequence[Delivery]) -> None:
+        """Report that deliveries have left the pipeline, and begin the turn of the next one of each lane."""
+        self._left(*deliveries)
+        if self._lanes.are_ordered:
+            successors = map(self._lanes.leave, deliveries)
+            self._take_turns([successor for successor in successors if successor is not None])
 
-    def _take_turn(self, delivery: Delivery) -> None:
-        """Start a delivery whose turn has come.  In a loop, since it may end at once, and then the next one starts."""
-        self._turns.append(delivery)
-        if self._is_starting:
+    def _take_turns(self, deliveries: Sequence[Delivery]) -> None:
+        """Start deliveries whose turn has come.  In a loop, since one may end at once, and then the next one starts."""
+        self._turns.extend(deliveries)
+        if self._is_starting or not self._turns:
             return
         self._is_starting = True
         try:
@@ -280,6 +287,8 @@ class Pipeline:
                 self._start(self._turns.popleft())
         finally:
             self._is_starting = False
+        self._runners.start()
+        self._schedule()
 
     def _start(self, delivery: Delivery) -> None:
         if delivery.assignment.closed:
@@ -287,18 +296,11 @@ class Pipeline:
         elif delivery.is_prepared and not self._ahead.is_answered_at_turn(delivery):
             pass  # it starts when its batch has ended
         elif delivery.is_prepared and not self._isolation.is_closed and self._slots.try_acquire():
-            delivery.assignment.add_running(delivery)
+            delivery.assignment.running.add(delivery)
             prepared, to_reserve = self._ahead.take(delivery), list[Reservable]()
             self._begin(delivery, prepared.decoded, prepared.items, to_reserve)
             for item, _ in to_reserve:
                 self._slots.release()
                 self._make_ready(item)
-            self._runners.start()
-            self._schedule()  # for its other items
         else:
             self._ready.append(delivery)
-            self._schedule()
-
-
-def _assignment_of(each: Delivery | WorkItem) -> Assignment:
-    return each.delivery.assignment if isinstance(each, WorkItem) else each.assignment

@@ -59,7 +59,7 @@ class Poller:
         watchdog: FetchWatchdog,
         observer: Observer,
         *,
-        put: Callable[[Delivery], None],
+        put: Callable[[Sequence[Delivery]], None],
         on_first_poll: Callable[[], None],
         is_ordered: bool,
         hold: Callable[[], bool],
@@ -68,7 +68,7 @@ class Poller:
     ) -> None:
         """
         Args:
-            put: Called with each delivery.
+            put: Called with the deliveries of one partition, in order.
             on_first_poll: Called after the first successful poll, before its deliveries are put.
             is_ordered: Whether deliveries of a partition wait for each other.
             hold: Whether to pause all partitions.
@@ -308,6 +308,7 @@ class Poller:
             expected = assignment.progress.next_offset
             if expected is not None and records[0].offset < expected:
                 assignment = self._partitions.restart(assignment, records[0].offset)
-            for record in records:
-                if assignment.progress.deliver(record.offset):
-                    self._put(Delivery(record, assignment))
+            are_new = assignment.progress.deliver(*[record.offset for record in records])
+            new = [Delivery(record, assignment) for record, is_new in zip(records, are_new, strict=True) if is_new]
+            if new:
+                self._put(new)

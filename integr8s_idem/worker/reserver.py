@@ -9,7 +9,7 @@ from integr8s_idem.engine.run import Run, RunOptions
 from integr8s_idem.engine.work import Work
 from integr8s_idem.errors import StoreError, StoreUnavailableError
 from integr8s_idem.handlers.handler import GuardedExecution
-from integr8s_idem.records import Reserved, Verdict
+from integr8s_idem.records import Previous, Reserved, Verdict
 from integr8s_idem.worker.assignments import WorkItem
 from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
@@ -79,7 +79,8 @@ class Reserver:
     def start(self, item: WorkItem, run: Run) -> None:
         """Run a reserved item, unless too many earlier attempts have lapsed."""
         item.run = None
-        if run.is_after_crash:
+        lease = run.lease
+        if lease is not None and lease.reservation.previous is Previous.LAPSED:
             self._lanes.slow_down(item.delivery)
             if self._is_held_back(item, run):
                 self._slots.release()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Final
 
 from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.engine.run import Returned, Run
+from integr8s_idem.engine.work import Executed
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.telemetry.log_fields import SOURCE
 from integr8s_idem.worker.assignments import AbandonedError, WorkItem
@@ -39,6 +39,12 @@ class Runners:
         self._tasks = tasks
         self._conclusions = conclusions
         self._runnable: deque[WorkItem] = deque()
+        self.add: Final = self._runnable.append
+        """Add an item, to run when `start` is called or a runner is free."""
+        self._succeeded: list[tuple[WorkItem, int]] = []
+        """Items whose handlers have succeeded since the runner waited, and the numbers of their attempts."""
+        self._freed = 0
+        """Slots of items that have ended since the runner waited."""
         self._recorder = OutcomeRecorder(processor, tasks, conclusions, lambda: bool(self._runnable))
         self._last = 0
         """Number of the last runner."""
@@ -47,10 +53,6 @@ class Runners:
         self._pace = pace_of(asyncio.get_running_loop())
         self._context = copy_context()
         """Context of the runners; each handler runs in the context of its delivery."""
-
-    def add(self, item: WorkItem) -> None:
-        """Add an item, to run when `start` is called or a runner is free."""
-        self._runnable.append(item)
 
     def start(self) -> None:
         """Start a runner if there are items to run and no runner takes them."""
@@ -61,7 +63,8 @@ class Runners:
 
     def release(self, *, only_closed: bool) -> None:
         """Release items that no runner has taken; with `only_closed`, only those of closed assignments."""
-        runnable, self._runnable = self._runnable, deque()
+        runnable = list(self._runnable)
+        self._runnable.clear()
         for item in runnable:
             if only_closed and not item.delivery.assignment.closed:
                 self._runnable.append(item)
@@ -78,44 +81,66 @@ class Runners:
     async def _runner(self, number: int) -> None:
         done, task = 0, asyncio.current_task()
         assert task is not None, "runners are tasks"
-        while self._runnable and self._current in (None, number) and not self._isolation.is_closed:
-            self._current = number
-            if done == TURN:
-                await asyncio.sleep(0)
-                done = 0
-                continue
-            if self._pace.is_turn_over():
-                # Let leases be renewed, even if no handler awaits anything.
-                await self._pace.wait()
-                done = 0
-                if not self._runnable or self._isolation.is_closed:
-                    break
-            item = self._runnable.popleft()
-            work, delivery = self._run(item), item.delivery
-            context = delivery.context.copy()
-            try:
-                waiting_for = context.run(work.send, None)
-            except StopIteration:
-                done += 1
-            else:
-                self._current = None
-                self.start()
-                delivery.add_task(task)
+        try:
+            while self._runnable and self._current in (None, number) and not self._isolation.is_closed:
+                self._current = number
+                if done == TURN:
+                    self._end_items()
+                    await asyncio.sleep(0)
+                    done = 0
+                    continue
+                if self._pace.is_turn_over():
+                    # Let leases be renewed, even if no handler awaits anything.
+                    self._end_items()
+                    await self._pace.wait()
+                    done = 0
+                    if not self._runnable or self._isolation.is_closed:
+                        break
+                item = self._runnable.popleft()
+                work, delivery = self._run(item), item.delivery
+                context = delivery.context.copy()
                 try:
-                    await rest_in_context(context, work, waiting_for)
-                finally:
-                    delivery.remove_task(task)
-                done = 0
+                    waiting_for = context.run(work.send, None)
+                except StopIteration:
+                    done += 1
+                else:
+                    self._current = None
+                    self._end_items()
+                    self.start()
+                    self._isolation.enter()  # only now: no suspect can look before a handler waits
+                    delivery.add_task(task)
+                    try:
+                        await rest_in_context(context, work, waiting_for)
+                    finally:
+                        delivery.remove_task(task)
+                        self._isolation.leave()
+                    done = 0
+        finally:
+            self._end_items()
+
+    def _end_items(self) -> None:
+        """End the items that have run since the runner waited, before it waits again: nobody could see it earlier."""
+        if self._succeeded:
+            succeeded, self._succeeded = self._succeeded, []
+            self._conclusions.succeeded(succeeded)
+        if self._freed:
+            freed, self._freed = self._freed, 0
+            self._slots.release(freed)
 
     async def _run(self, item: WorkItem) -> None:
         """Run an item's handler and process what it returned, in the context of its delivery."""
-        conclusions = self._conclusions
+        conclusions, run, execution = self._conclusions, item.run, item.execution
         SOURCE.set(item)
-        self._isolation.enter()
         try:
             if item.delivery.assignment.closed:
                 raise AbandonedError
-            outcome = await self._work(item)
+            outcome: FirstOutcome | Returned[Any]
+            if run is None:
+                outcome = await execution.attempt_or_suspect(wait_for_store=self._circuit.wait_out)
+            else:
+                assert isinstance(execution, GuardedExecution)
+                item.run = None
+                outcome = await run.call(execution.call_patiently)
         except AbandonedError:
             conclusions.abandon(item)
         except Exception as error:  # noqa: BLE001  # `raised` handles all errors of an item
@@ -126,19 +151,11 @@ class Runners:
         else:
             if isinstance(outcome, Returned):
                 self._recorder.record(item, outcome)
+            elif isinstance(outcome, Executed):
+                self._succeeded.append((item, outcome.attempt))
             elif isinstance(outcome, Run):
                 conclusions.isolate(item, outcome)
             else:
                 conclusions.conclude(item, outcome)
         finally:
-            self._isolation.leave()
-            self._slots.release()
-
-    def _work(self, item: WorkItem) -> Coroutine[Any, Any, FirstOutcome | Returned[Any]]:
-        """Return the run of an item's handler."""
-        run, execution = item.run, item.execution
-        if run is None:
-            return execution.attempt_or_suspect(wait_for_store=self._circuit.wait_out)
-        assert isinstance(execution, GuardedExecution)
-        item.run = None
-        return run.call(execution.call_patiently)
+            self._freed += 1

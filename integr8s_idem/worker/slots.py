@@ -15,19 +15,20 @@ class Slots:
     """
 
     def __init__(self, number: int) -> None:
-        self._free = number
+        self.free = number
+        """How many can be acquired."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._notify: Callable[[], None] = lambda: None
 
     def on_free(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever a slot is released that nobody waits for."""
+        """Call `callback` whenever slots are released that nobody waits for."""
         self._notify = callback
 
     def try_acquire(self) -> bool:
         """Acquire a slot without waiting; return `False` if none is free."""
-        if not self._free:
+        if not self.free:
             return False
-        self._free -= 1
+        self.free -= 1
         return True
 
     async def __aenter__(self) -> None:
@@ -45,12 +46,13 @@ class Slots:
     async def __aexit__(self, *_: object) -> None:
         self.release()
 
-    def release(self) -> None:
-        """Pass the slot directly to the first waiter, so that nobody else can acquire it in between."""
-        while self._waiting:
+    def release(self, number: int = 1) -> None:
+        """Pass slots directly to the first waiters, so that nobody else can acquire them in between."""
+        while number and self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
-                return
-        self._free += 1
-        self._notify()
+                number -= 1
+        if number:
+            self.free += number
+            self._notify()

@@ -28,6 +28,7 @@ class StoreCircuit:
         self._ping = ping
         self._observer = observer
         self._available_again: asyncio.Future[None] | None = None
+        self.is_available = True
         self._probe: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._warned: set[str] = set()
@@ -36,10 +37,6 @@ class StoreCircuit:
         self._start = ""
         self.reason = ""
         """Why the store is unavailable."""
-
-    @property
-    def is_available(self) -> bool:
-        return self._available_again is None
 
     @property
     def available_again(self) -> asyncio.Future[None] | None:
@@ -54,7 +51,7 @@ class StoreCircuit:
         logger.warning("store unavailable, pausing: %s", error)
         self._observer.measure(Gauge.STORE_UP, 0)
         loop = asyncio.get_running_loop()
-        self._available_again = loop.create_future()
+        self._available_again, self.is_available = loop.create_future(), False
         self._probe = loop.create_task(self._probe_until_available())
 
     async def wait(self, *, unless: asyncio.Future[None]) -> None:
@@ -154,5 +151,6 @@ class StoreCircuit:
             break
         logger.info("store available again, resuming")
         again, self._available_again, self.reason = self._available_again, None, ""
+        self.is_available = True
         if again is not None:
             again.set_result(None)

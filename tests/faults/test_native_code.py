@@ -142,7 +142,7 @@ def test_no_reference_is_leaked_or_lost() -> None:
 
     def use_all() -> None:
         keys.KeyResolver().resolve("ship", event)
-        native._NATIVE._find(wire.encode_event(event))
+        native.scanned(wire.encode_event(event))
         [request] = native._CLIENT.requests([Work(work.key, work.fingerprint, SECOND)])
         batch_codec.encode_requests([request, request])
         verdicts = batch_codec.verdicts_of([request, request], [10**15, 0, 0])

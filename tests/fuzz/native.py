@@ -107,6 +107,7 @@ _NATIVE: Final = _decoder(speedups.native)
 
 def scanned(body: bytes) -> Figures:
     """Look for the class of an event: what native code accepts, Python must accept, and find the same class."""
+    assert _NATIVE._find is not None
     found = _NATIVE._find(body)
     if found is not None:
         try:

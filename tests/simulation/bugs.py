@@ -223,12 +223,15 @@ def completed_before_the_handler() -> AbstractContextManager[Any]:
 
 def token_of_the_process() -> AbstractContextManager[Any]:
     """All runs of a process share a token, so that a second run of a key takes the reservation of the first."""
-    original = StoreClient.request
+    one, many = StoreClient.request, StoreClient.requests
 
     def request(self: StoreClient, work: Any) -> ReserveRequest:
-        return replace(original(self, work), token=self._owner.encode().ljust(16)[:16])
+        return replace(one(self, work), token=self._owner.encode().ljust(16)[:16])
 
-    return _patched(StoreClient, "request", request)
+    def requests(self: StoreClient, works: Any) -> list[ReserveRequest]:
+        return [replace(each, token=self._owner.encode().ljust(16)[:16]) for each in many(self, works)]
+
+    return mock.patch.multiple(StoreClient, request=request, requests=requests)
 
 
 # Worker
@@ -252,10 +255,10 @@ def highest_finished() -> AbstractContextManager[Any]:
     """The highest finished offset is committed, not the lowest unfinished one."""
     original = Progress.finish
 
-    def finish(self: Progress, offset: int) -> None:
-        while self._delivered and self._delivered[0] <= offset:
+    def finish(self: Progress, *offsets: int) -> None:
+        while self._delivered and self._delivered[0] <= max(offsets):
             self._delivered.popleft()
-        original(self, offset)
+        original(self, *offsets)
 
     return _patched(Progress, "finish", finish)
 
@@ -322,8 +325,9 @@ def abandoned_is_finished() -> AbstractContextManager[Any]:
     """Deliveries that are dropped in a rebalance count as finished."""
     original = Pipeline._ended
 
-    def ended(self: Pipeline, delivery: Delivery, may_commit: bool) -> None:  # the signature of the original
-        original(self, delivery, may_commit or delivery.assignment.closed)
+    def ended(self: Pipeline, deliveries: Sequence[Delivery], may_commit: bool) -> None:  # the original's signature
+        for delivery in deliveries:
+            original(self, (delivery,), may_commit or delivery.assignment.closed)
 
     return _patched(Pipeline, "_ended", ended)
 
@@ -370,7 +374,7 @@ def offset_first() -> AbstractContextManager[Any]:
     original = Pipeline._begin
 
     def begin(self: Pipeline, delivery: Delivery, *arguments: Any) -> None:
-        self._finish(delivery)
+        self._finish(delivery.assignment, (delivery,))
         original(self, delivery, *arguments)
 
     return _patched(Pipeline, "_begin", begin)

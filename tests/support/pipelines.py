@@ -113,7 +113,7 @@ def unfinished(worker: ServiceWorker) -> dict[str, object]:
         "ahead": len(pipeline._ahead._prepared),
         "in flight": backpressure.in_flight,
         "bytes": backpressure._bytes,
-        "slots taken": worker._service.concurrency - pipeline._slots._free,
+        "slots taken": worker._service.concurrency - pipeline._slots.free,
         "waiting for slots": [turn for turn in pipeline._slots._waiting if not turn.done()],
     }
     return {name: left for name, left in state.items() if left}

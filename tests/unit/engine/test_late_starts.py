@@ -115,12 +115,14 @@ class StallingObserver(CountingObserver):
         self.stalls_in = 0
         """Countdown to the handler that stalls; 0 for none."""
 
-    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
+    def phase(
+        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+    ) -> AbstractContextManager[Span]:
         if phase is Phase.HANDLE and self.stalls_in:
             self.stalls_in -= 1
             if not self.stalls_in:
                 self.clock.leap()
-        return super().phase(phase, event_type, since=since)
+        return super().phase(phase, event_type, since=since, attempt=attempt)
 
 
 class Entry(ABC):

@@ -310,7 +310,7 @@ async def test_a_run_waits_for_a_step_of_an_earlier_run() -> None:
     async def slow() -> str:
         seen.append("slow")
         zombie.here.store.held = {"renew": asyncio.Event()}
-        outer = zombie.here.manager._leases._held
+        outer = zombie.here.manager._leases.held
         for lease in outer:
             lease.reschedule(None)
         started.set()

@@ -53,7 +53,9 @@ class Recorder:
     def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
         return self._span(f"{event_type} {event_id} {message.topic} {len(message.headers)}")
 
-    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
+    def phase(
+        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+    ) -> AbstractContextManager[Span]:
         return self._span(phase.name)
 
     def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:
@@ -88,7 +90,9 @@ class Recorder:
 
 
 class BrokenObserver(Recorder):
-    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
+    def phase(
+        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+    ) -> AbstractContextManager[Span]:
         return _Broken()
 
 

@@ -13,8 +13,8 @@ from tests.support.deliveries import assignment, delivery
 async def test_an_assignment_is_idle_when_all_its_deliveries_have_ended() -> None:
     current = assignment()
     first, second = delivery(current, 0), delivery(current, 1)
-    current.add_running(first)
-    current.add_running(second)
+    current.running.add(first)
+    current.running.add(second)
     waits = [current.idle(), current.idle()]
 
     current.remove_running(first)
@@ -39,7 +39,7 @@ async def test_an_assignment_is_busy_again_when_another_delivery_starts() -> Non
     current = assignment()
     for number in range(3):
         one = delivery(current, number)
-        current.add_running(one)
+        current.running.add(one)
         idle = current.idle()
         assert not idle.done()
         current.remove_running(one)
@@ -52,8 +52,8 @@ async def test_closing_waits_for_running_deliveries_up_to_the_drain_timeout() ->
     partition = assignment().partition
     (current,) = registry.begin([partition])
     one, other = delivery(current, 0), delivery(current, 1)
-    current.add_running(one)
-    current.add_running(other)
+    current.running.add(one)
+    current.running.add(other)
     loop = asyncio.get_running_loop()
     loop.call_later(1, current.remove_running, one)
 
@@ -70,7 +70,7 @@ async def test_handlers_of_revoked_partitions_are_reported_until_they_end() -> N
     registry = PartitionRegistry("billing", drain_seconds=5)
     (current,) = registry.begin([assignment().partition])
     one = delivery(current, 0)
-    current.add_running(one)
+    current.running.add(one)
     task = asyncio.create_task(asyncio.sleep(10))
     one.add_task(task)
 

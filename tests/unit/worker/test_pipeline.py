@@ -275,10 +275,12 @@ class Recorded(SilentObserver):
     def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
         return RecordedSpan(self, self._recorded)
 
-    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
+    def phase(
+        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+    ) -> AbstractContextManager[Span]:
         assert self.open, "a phase outside of a delivery"
         self.seen.append(phase)
-        return super().phase(phase, event_type, since=since)
+        return super().phase(phase, event_type, since=since, attempt=attempt)
 
 
 class RecordedSpan(AbstractContextManager[Span]):
