@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar
 
 from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.config import IdempotencyConfig, OnInProgress, OnKeyReused, OnStoreError
@@ -160,8 +160,7 @@ class Executor(RunServices):
             LeaseLostError: The reservation was lost during the run.
             CancelledError: The caller was cancelled; the key has been released.
         """
-        # Without isolation no run is returned.
-        return cast("Coroutine[Any, Any, Outcome[T]]", self._execute(work, function, options))
+        return self._execute(work, function, options)  # type: ignore[return-value]  # no run without isolation
 
     def execute_or_suspect(
         self, work: Work, function: Callable[[Attempt], Awaitable[T]], options: RunOptions

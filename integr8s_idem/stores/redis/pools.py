@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 from typing import Any, Final
 
 from redis.asyncio.connection import BlockingConnectionPool
@@ -31,7 +32,7 @@ class QuickPool(BlockingConnectionPool):
         if not self._ready:
             return None
         connection, owner_loop, since = self._ready[-1]
-        if owner_loop is not loop or loop.time() - since >= FRESH_SECONDS:
+        if owner_loop is not loop or monotonic() - since >= FRESH_SECONDS:
             return None
         self._ready.pop()
         return connection
@@ -40,7 +41,7 @@ class QuickPool(BlockingConnectionPool):
         """Keep a connection for the next `take_ready` in `loop`; `False` if it must be released."""
         if self._waiting or len(self._ready) >= KEPT or not connection.is_connected or _should_reconnect(connection):
             return False
-        self._ready.append((connection, loop, loop.time()))
+        self._ready.append((connection, loop, monotonic()))
         return True
 
     async def get_connection(self, *names: Any, **options: Any) -> Any:
