@@ -39,7 +39,10 @@ class QuickPool(BlockingConnectionPool):
 
     def keep_ready(self, connection: Any, loop: asyncio.AbstractEventLoop) -> bool:
         """Keep a connection for the next `take_ready` in `loop`; `False` if it must be released."""
-        if self._waiting or len(self._ready) >= KEPT or not connection.is_connected or _should_reconnect(connection):
+        if self._waiting or len(self._ready) >= KEPT or not connection.is_connected:
+            return False
+        # Whether the driver wants to replace the connection; older drivers never do.
+        if getattr(connection, "should_reconnect", bool)():
             return False
         self._ready.append((connection, loop, monotonic()))
         return True
@@ -64,8 +67,3 @@ class QuickPool(BlockingConnectionPool):
         while self._ready:
             await super().release(self._ready.pop()[0])
         await super().disconnect(inuse_connections)
-
-
-def _should_reconnect(connection: Any) -> bool:
-    """Return whether the driver wants to replace the connection; older drivers never do."""
-    return bool(getattr(connection, "should_reconnect", bool)())
