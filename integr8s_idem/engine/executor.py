@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
 from time import monotonic, perf_counter
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar
 
 from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.config import IdempotencyConfig, OnInProgress, OnKeyReused, OnStoreError
@@ -166,8 +165,7 @@ class Executor(RunServices):
             LeaseLostError: The reservation was lost during the run.
             CancelledError: The caller was cancelled; the key has been released.
         """
-        # Without isolation no run is returned.
-        return cast("Coroutine[Any, Any, Outcome[T]]", self._execute(work, function, options))
+        return self._execute(work, function, options)  # type: ignore[return-value]  # no run without isolation
 
     def execute_or_suspect(
         self, work: Work, function: Callable[[Attempt], Awaitable[T]], options: RunOptions
@@ -398,22 +396,23 @@ class Executor(RunServices):
 
     def _count_verdicts(self, works: Sequence[Work], verdicts: Sequence[Verdict]) -> None:
         """Report the verdicts of the store, by event type."""
-        misses, hits, takeovers = Counter[str](), Counter[str](), Counter[str]()
+        counts: dict[tuple[Signal, str], int] = {}
         for work, verdict in zip(works, verdicts, strict=True):
-            previous = verdict.previous if isinstance(verdict, Reserved) else None
-            if not work.known:
-                work.known = True
-                (misses if previous is Previous.NONE else hits)[work.event_type] += 1
+            event_type, previous = work.event_type, None
             if isinstance(verdict, Reserved):
+                previous = verdict.previous
                 work.token = b""  # the next `reserve` is an attempt of its own
                 if verdict.fence != work.fence:
                     work.fence = verdict.fence
                     if previous is Previous.LAPSED:
-                        takeovers[work.event_type] += 1
-        counts = ((Signal.CACHE_MISS, misses), (Signal.CACHE_HIT, hits), (Signal.TAKEOVER, takeovers))
-        for signal, amounts in counts:
-            for event_type, amount in amounts.items():
-                self.observer.count(signal, event_type, amount)
+                        takeover = Signal.TAKEOVER, event_type
+                        counts[takeover] = counts.get(takeover, 0) + 1
+            if not work.known:
+                work.known = True
+                found = Signal.CACHE_MISS if previous is Previous.NONE else Signal.CACHE_HIT, event_type
+                counts[found] = counts.get(found, 0) + 1
+        for (signal, event_type), amount in counts.items():
+            self.observer.count(signal, event_type, amount)
 
 
 def _writing(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import Context
 from dataclasses import replace
 from datetime import timedelta
@@ -77,6 +77,11 @@ class StoreClient:
         self._repository = repository
         self._reservations = Coalescer(repository.reserve, abandoned=self._release_abandoned)
         self._completions = Coalescer(repository.complete)
+        # Called for each unit of work, so they are the methods themselves.
+        self.reserve: Callable[[ReserveRequest], Awaitable[Verdict]] = self._reservations.answer
+        """Reserves a key.  If the caller is cancelled, the reservation is released."""
+        self.complete: Callable[[Completion], Awaitable[bool]] = self._completions.answer
+        """Records a completion."""
         self._failures = Coalescer(repository.fail)
         self._releases = Coalescer(repository.release)
         self.home = ForkGuard(scope)
@@ -123,10 +128,6 @@ class StoreClient:
         if isinstance(found, Reserved) and found.fence != fence:
             # The run released the key in the meantime, so this reservation has no run.
             await self.try_to_release(work, found)
-
-    def reserve(self, request: ReserveRequest) -> Awaitable[Verdict]:
-        """Reserve a key.  If the caller is cancelled, the reservation is released."""
-        return self._reservations.answer(request)
 
     @property
     def is_reserving(self) -> bool:
@@ -178,9 +179,6 @@ class StoreClient:
             return
         for request, verdict in zip(requests, call.result(), strict=True):
             self._release_abandoned(request, verdict)
-
-    def complete(self, completion: Completion) -> Awaitable[bool]:
-        return self._completions.answer(completion)
 
     def fail(self, failure: Failure) -> Awaitable[bool]:
         return self._failures.answer(failure)

@@ -155,7 +155,11 @@ class Exchange:
         if kind == "http.response.body":
             self._is_complete = not message.get("more_body", False)
             if not self.has_started:
-                await self._keep(message.get("body", b""))
+                self._body += message.get("body", b"")
+                if not self._is_complete and not self._has_length():
+                    self._streams = "it streams without a content-length"
+                if self._streams or len(self._body) > self.manager.config.max_result_size_bytes:
+                    await self._pass_through()
                 return
         elif kind == "http.response.start":
             self._start = message
@@ -166,13 +170,6 @@ class Exchange:
             if not self.has_started:
                 await self._pass_through()
         await self.send(message)
-
-    async def _keep(self, part: bytes) -> None:
-        self._body += part
-        if not self._is_complete and not self._has_length():
-            self._streams = "it streams without a content-length"
-        if self._streams or len(self._body) > self.manager.config.max_result_size_bytes:
-            await self._pass_through()
 
     def _has_length(self) -> bool:
         assert self._start is not None, "a body comes after its start"

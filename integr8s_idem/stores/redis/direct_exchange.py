@@ -112,9 +112,9 @@ def direct_exchange(connection: Any, loop: asyncio.AbstractEventLoop) -> DirectE
     `loop`: the running event loop.
     """
     try:
-        stream, transport, parser = connection._reader, connection._writer.transport, connection._parser
+        stream, transport, parser = connection._reader, connection._writer._transport, connection._parser
         reader = parser._reader
-        is_busy = bool(stream._buffer) or stream.at_eof() or transport.is_closing()
+        is_busy = bool(stream._buffer) or stream._eof or transport.is_closing()
         has_checks = connection.health_check_interval or connection.socket_timeout is not None
     except AttributeError:
         return None  # not connected, or another version of the driver

@@ -6,7 +6,7 @@ import asyncio
 import re
 from datetime import timedelta
 from types import TracebackType
-from typing import Final
+from typing import Final, Self
 
 from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
@@ -71,7 +71,7 @@ _REFUSED_COMMAND: Final = re.compile(r"permissions? to run the '([^']+)' command
 _NO_PERMISSION: Final = re.compile(r"NOPERM|permissions|can't run this command")
 
 
-class guarded:  # noqa: N801  # used as `with guarded(…)`
+class guarded(Deadline):  # noqa: N801  # used as `with guarded(…)`
     """Limit the block to `timeout`, and translate errors of the driver.
 
     Raises:
@@ -79,30 +79,32 @@ class guarded:  # noqa: N801  # used as `with guarded(…)`
         StoreConfigurationError: A refusal that is permanent.
     """
 
-    __slots__ = ("_cancellations", "_limit", "_operation", "_seconds", "_task")
+    __slots__ = ("_operation", "_seconds")
 
     def __init__(self, operation: str, timeout: timedelta) -> None:
+        # As `Deadline.__init__`; a call would cost as much as the assignments.
+        self.expired = False
+        self._clock = None
         self._operation = operation
         self._seconds = timeout.total_seconds()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None, "the store needs an asyncio task"
-        self._task = task
-        self._cancellations = task.cancelling()
-        self._limit = Deadline(task.get_loop().time() + self._seconds)
-        self._limit.enter(task)
+        self.when = task.get_loop().time() + self._seconds
+        self.enter(task)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._limit.__exit__(kind, error, trace)
+            super().__exit__(kind, error, trace)
         except TimeoutError:
             raise self._timed_out(error) from error
         if error is not None:
             self._translate(error)
-        elif self._task.cancelling() > self._cancellations:
+        elif self._task.cancelling() > self._cancelling:
             # Before Python 3.12, asyncio.wait_for in the driver swallows some cancellations.
             raise asyncio.CancelledError
 

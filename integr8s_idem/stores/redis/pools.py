@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 from typing import Any, Final
 
 from redis.asyncio.connection import BlockingConnectionPool
@@ -31,16 +32,19 @@ class QuickPool(BlockingConnectionPool):
         if not self._ready:
             return None
         connection, owner_loop, since = self._ready[-1]
-        if owner_loop is not loop or loop.time() - since >= FRESH_SECONDS:
+        if owner_loop is not loop or monotonic() - since >= FRESH_SECONDS:
             return None
         self._ready.pop()
         return connection
 
     def keep_ready(self, connection: Any, loop: asyncio.AbstractEventLoop) -> bool:
         """Keep a connection for the next `take_ready` in `loop`; `False` if it must be released."""
-        if self._waiting or len(self._ready) >= KEPT or not connection.is_connected or _should_reconnect(connection):
+        if self._waiting or len(self._ready) >= KEPT or not connection.is_connected:
             return False
-        self._ready.append((connection, loop, loop.time()))
+        # Whether the driver wants to replace the connection; older drivers never do.
+        if getattr(connection, "should_reconnect", bool)():
+            return False
+        self._ready.append((connection, loop, monotonic()))
         return True
 
     async def get_connection(self, *names: Any, **options: Any) -> Any:
@@ -63,8 +67,3 @@ class QuickPool(BlockingConnectionPool):
         while self._ready:
             await super().release(self._ready.pop()[0])
         await super().disconnect(inuse_connections)
-
-
-def _should_reconnect(connection: Any) -> bool:
-    """Return whether the driver wants to replace the connection; older drivers never do."""
-    return bool(getattr(connection, "should_reconnect", bool)())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from redis.asyncio import Redis
 from redis.exceptions import AskError, ResponseError, TryAgainError
@@ -52,7 +52,7 @@ class RecordsInRedis:
             batch = waiting[:MOST_KEYS]
             for index, verdict in zip(batch, await self._reserve([requests[index] for index in batch]), strict=True):
                 verdicts[index] = verdict
-        return cast(list[Verdict], verdicts)
+        return verdicts  # type: ignore[return-value]  # each of them is a verdict by now
 
     async def _reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict | None]:
         """Reserve in one round trip; `None` for a request that must be sent again."""
@@ -60,6 +60,8 @@ class RecordsInRedis:
         arguments = Lazily(batch_codec.encode_requests, requests)
         with guarded("reserve", self._timeout):
             runs = await self._servers.run(scripts.RESERVE, keys, arguments, wait=self._wait)
+        if len(runs) == 1:  # it has all keys, in order
+            return batch_codec.verdicts_of(requests, runs[0].answer)
         verdicts: list[Verdict | None] = [None] * len(requests)
         for indexes, answer in runs:
             found = batch_codec.verdicts_of([requests[index] for index in indexes], answer)

@@ -132,25 +132,24 @@ local function update(key, record, request, lease, retention)
   return previous_trace .. new
 end
 
-local times, lease, retention, stamp, headers
+local times, lease, retention, stamp, last_flags, header
 for i = 1, #KEYS do
   local key, request = KEYS[i], ARGV[i]
-  if sub(request, 1, 12) ~= times then
-    times = sub(request, 1, 12)
+  local own_times = sub(request, 1, 12)
+  if own_times ~= times then
+    times = own_times
     lease, retention = unpack('>I6I6', times)
     retention = string.format('%.0f', retention)
     stamp = pack('>HI7I6', 1, now_us, now + lease)
-    headers = {}
+    last_flags = nil
   end
-  local flags = sub(request, 13, 13)
-  local header = headers[flags]
-  if not header then
-    header = checked('\2\1' .. char(byte(flags) % 128) .. stamp)
-    headers[flags] = header
+  local flags = byte(request, 13)
+  if flags ~= last_flags then
+    last_flags, header = flags, checked('\2\1' .. char(flags % 128) .. stamp)
   end
   local body = sub(request, 14)
-  if byte(flags) >= 128 then
-    body = with_history(body, EXTRAS[byte(flags) % 4], 0, 0, 1)
+  if flags >= 128 then
+    body = with_history(body, EXTRAS[flags % 4], 0, 0, 1)
   end
   if call('SET', key, header .. body, 'NX', 'PX', retention) then
     answers[i + 1] = 0

@@ -72,10 +72,10 @@ async def _exchange(pool: Any, commands: Sequence[CommandSource]) -> list[Any]:
     loop = asyncio.get_running_loop()
     connection = (quick and quick.take_ready(loop)) or await pool.get_connection()
     try:
-        answers: list[Any] = await connection.retry.call_with_retry(
-            lambda: _send_all(connection, commands, loop), lambda _: connection.disconnect()
-        )
-        return answers
+        try:
+            return await _send_all(connection, commands, loop)
+        except Exception as error:  # noqa: BLE001  # raised again unless the driver retries it
+            return await _retried(connection, commands, loop, error)
     except BaseException:
         # The next user of the connection would read the answers that are still unread.
         await connection.disconnect(nowait=True)
@@ -83,6 +83,21 @@ async def _exchange(pool: Any, commands: Sequence[CommandSource]) -> list[Any]:
     finally:
         if quick is None or not quick.keep_ready(connection, loop):
             await pool.release(connection)
+
+
+async def _retried(
+    connection: Any, commands: Sequence[CommandSource], loop: asyncio.AbstractEventLoop, failure: Exception
+) -> list[Any]:
+    """Send commands again as often as the driver retries, after a first attempt that ended with `failure`."""
+    failures = [failure]
+
+    async def attempt() -> list[Any]:
+        if failures:
+            raise failures.pop()
+        return await _send_all(connection, commands, loop)
+
+    answers: list[Any] = await connection.retry.call_with_retry(attempt, lambda _: connection.disconnect())
+    return answers
 
 
 def _pack(command: Command) -> bytes:
@@ -98,11 +113,13 @@ def _packed(commands: Sequence[CommandSource]) -> bytes | None:
     return b"".join([_pack(command) for command in commands if not callable(command)])
 
 
-async def _send_all(connection: Any, commands: Sequence[CommandSource], loop: asyncio.AbstractEventLoop) -> list[Any]:
+def _send_all(
+    connection: Any, commands: Sequence[CommandSource], loop: asyncio.AbstractEventLoop
+) -> Coroutine[Any, Any, list[Any]]:
     exchange = direct_exchange(connection, loop)
     if exchange is not None and (packed := _packed(commands)) is not None:
-        return await exchange.request(packed, len(commands))
-    return await _send_by_driver(connection, commands)
+        return exchange.request(packed, len(commands))
+    return _send_by_driver(connection, commands)
 
 
 async def _send_by_driver(connection: Any, commands: Sequence[CommandSource]) -> list[Any]:

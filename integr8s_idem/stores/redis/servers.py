@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, overload
 
@@ -30,6 +30,9 @@ class Lazily(Sequence[T_co]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def __iter__(self) -> Iterator[T_co]:
+        return iter(self._encode(self._items))
 
     @overload
     def __getitem__(self, index: int) -> T_co: ...

@@ -18,8 +18,9 @@ local answers = {}
 local packed_ttl, ttl
 for i = 1, #KEYS do
   local key, outcome = KEYS[i], ARGV[i + 1]
-  if sub(outcome, 1, 6) ~= packed_ttl then
-    packed_ttl = sub(outcome, 1, 6)
+  local own_ttl = sub(outcome, 1, 6)
+  if own_ttl ~= packed_ttl then
+    packed_ttl = own_ttl
     ttl = string.format('%.0f', unpack('>I6', packed_ttl))
   end
   local record = pcall('GET', key)
