@@ -91,7 +91,7 @@ def describe(span: Span, work: Work, verdict: Verdict) -> None:
         span.annotate(conventions.ATTEMPT, verdict.attempt)
         if verdict.previous is not Previous.NONE:
             span.annotate(conventions.PREVIOUS, verdict.previous.value)
-        if verdict.trace is not None:
+        if verdict.trace is not None and verdict.trace != work.trace:
             span.link(verdict.trace, Relation.PREVIOUS_ATTEMPT)
 
 

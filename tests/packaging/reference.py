@@ -1,6 +1,7 @@
 """Generate `docs/reference/api/`, the reference of the public API, from signatures and docstrings.
 
-`make reference` writes it, and the pages about commands, settings and metrics that the `reference_*` modules generate.
+`make reference` writes it, and the pages about commands, settings, metrics and spans that the `reference_*` modules
+generate.
 
 griffe parses the code without importing it, including docstrings of attributes; this module renders it as Markdown.
 """
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 import griffe
 
-from tests.packaging import reference_commands, reference_metrics, reference_settings
+from tests.packaging import reference_commands, reference_metrics, reference_settings, reference_spans
 from tests.packaging.markdown import table
 from tests.packaging.repository import ROOT
 
@@ -96,7 +97,12 @@ def entries() -> dict[str, Entry]:
 
 def pages() -> dict[Path, str]:
     """Return the text of each page, by its file."""
-    tables = {"cli": reference_commands, "metrics": reference_metrics, "settings": reference_settings}
+    tables = {
+        "cli": reference_commands,
+        "metrics": reference_metrics,
+        "settings": reference_settings,
+        "spans": reference_spans,
+    }
     beside = {FOLDER.parent / f"{name}.md": module.page() for name, module in tables.items()}
     return {FOLDER / "README.md": index(), **{FOLDER / f"{name}.md": page(name) for name in PAGES}, **beside}
 

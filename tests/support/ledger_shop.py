@@ -28,6 +28,7 @@ from integr8s_idem.integrations.dishka import (
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, metadata, migrate, sql_engine
 from integr8s_idem.stores.sql.schema import outbox
+from integr8s_idem.telemetry import SILENT, Observer
 
 tables = MetaData()
 charges = Table(
@@ -114,6 +115,7 @@ async def open_ledger_shop(
     held: type = AsyncSession,
     isolation: str | None = None,
     settings: Settings | None = None,
+    observer: Observer = SILENT,
 ) -> AsyncIterator[LedgerShop]:
     """Open the service on the database `url`; its handlers use a `held` with the isolation level `isolation`."""
     engine = sql_engine(url, lock_timeout_seconds=0.3)
@@ -133,7 +135,7 @@ async def open_ledger_shop(
         KafkaProvider(),
         IdempotentDispatcherProvider(router, transaction=held),
         sessions,
-        _store_provider(store),
+        _replacements(store, observer),
         context=context,
         validation_settings=STRICT_VALIDATION,
     )
@@ -147,9 +149,11 @@ async def open_ledger_shop(
         await engine.dispose()
 
 
-def _store_provider(store: SqlIdempotencyRepository) -> Provider:
+def _replacements(store: SqlIdempotencyRepository, observer: Observer) -> Provider:
     provider = Provider(scope=Scope.APP)
     provider.provide(lambda: store, provides=IdempotencyRepository, override=True)
+    if observer is not SILENT:
+        provider.provide(lambda: observer, provides=Observer, override=True)
     return provider
 
 

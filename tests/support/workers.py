@@ -22,6 +22,7 @@ from integr8s_idem import (
 from integr8s_idem.config import KafkaSettings, RedisStoreSettings, ServiceSettings
 from integr8s_idem.events import encode_event, event_headers
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
+from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.worker import ServiceWorker
 from tests.support.conditions import eventually
 from tests.support.kafka.broker import Kafka
@@ -63,6 +64,8 @@ class Shop:
     stack: AsyncExitStack
     group: str = "billing"
     lease: float = 5.0
+    observer: Observer = SILENT
+    """Of its workers and their managers and publishers."""
     charged: list[str] = field(default_factory=list)
     """Order ids in the order in which handlers finished."""
 
@@ -82,12 +85,12 @@ class Shop:
         """Start a worker and wait until it has joined its group."""
         settings = kafka or self.settings
         manager = self.manager(**config)
-        publisher = EventPublisher(settings)
+        publisher = EventPublisher(settings, self.observer)
         dispatcher: EventDispatcher
         if guarded:
             dispatcher = IdempotentEventDispatcher(router, manager, publisher=publisher)
         else:
-            dispatcher = EventDispatcher(router, scope=self.group, publisher=publisher)
+            dispatcher = EventDispatcher(router, scope=self.group, publisher=publisher, observer=self.observer)
         worker = ServiceWorker(
             "billing",
             dispatcher,
@@ -107,7 +110,11 @@ class Shop:
         client = redis_client(RedisStoreSettings(url=self.redis_url))
         self.stack.push_async_callback(client.aclose)
         settings = IdempotencyConfig.model_validate({"processing_timeout_seconds": self.lease, **config})
-        return IdempotencyManager(settings, RedisIdempotencyRepository(client), scope="billing")
+        return IdempotencyManager(settings, RedisIdempotencyRepository(client), self.observer, scope="billing")
+
+    def publisher_of_workers(self) -> EventPublisher:
+        """Return a publisher with the observer of the workers; the caller closes it."""
+        return EventPublisher(self.settings, self.observer)
 
     async def deliver(self, event: BaseEvent, *, partition: int = 0) -> None:
         """Send a copy of `event` to a partition, like a producer's retry or a replay."""

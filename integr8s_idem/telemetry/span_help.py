@@ -1,0 +1,173 @@
+"""What each span means, and which spans a worker records in typical situations.
+
+`docs/reference/spans.md` is made from these tables, and tests hold real spans against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from integr8s_idem.telemetry import Phase, conventions
+
+_CLIENT: Final = (conventions.CLIENT_ID, conventions.SERVER_ADDRESS, conventions.SERVER_PORT)
+_OPERATION: Final = (conventions.SYSTEM, conventions.OPERATION_NAME, conventions.OPERATION_TYPE)
+_ENDED: Final = (conventions.ERROR_TYPE, conventions.INTERRUPTED)
+_PLACE: Final = (conventions.DESTINATION, conventions.PARTITION, conventions.OFFSET, conventions.MESSAGE_ID)
+
+
+@dataclass(frozen=True)
+class SpanHelp:
+    """A kind of span."""
+
+    name: str
+    """`<topic>` stands for the name of a topic."""
+    kind: str
+    meaning: str
+    always: tuple[str, ...]
+    """Attributes of every such span."""
+    sometimes: tuple[str, ...] = ()
+    """Attributes that are set if they are known, or if they apply."""
+    links: str = ""
+
+
+def _phase(phase: Phase, meaning: str, *sometimes: str, links: str = "") -> SpanHelp:
+    both = (conventions.EVENT_TYPE, *sometimes, *_ENDED)
+    return SpanHelp(phase.value, "internal", meaning, (conventions.SERVICE,), both, links)
+
+
+SPANS: Final = (
+    SpanHelp(
+        "process <topic>",
+        "consumer",
+        "A delivery, from decoding until it is settled or released: all attempts of all handlers. It has failed if a "
+        "message cannot be decoded, if an attempt failed or lost its lease, also if a later one succeeded, and if the "
+        "message is dead-lettered. `idempotency.outcome` says how it ended.",
+        (
+            *_OPERATION,
+            conventions.DESTINATION,
+            conventions.PARTITION,
+            conventions.OFFSET,
+            conventions.GROUP,
+            conventions.SERVICE,
+            conventions.DELIVERY,
+            conventions.OUTCOME,
+        ),
+        (
+            conventions.MESSAGE_ID,
+            conventions.EVENT_TYPE,
+            conventions.ATTEMPT,
+            conventions.DEAD_LETTER_REASON,
+            *_CLIENT,
+            *_ENDED,
+        ),
+        "to the span of the producer, which is also its parent",
+    ),
+    _phase(
+        Phase.RESERVE,
+        "A request to the store for the key. While another run is in progress, only the first answer and the one that "
+        "ends the wait have a span.",
+        conventions.VERDICT,
+        conventions.ATTEMPT,
+        conventions.PREVIOUS,
+        conventions.KEY,
+        links="`previous_attempt`: to the span of the previous attempt, if that was part of another delivery",
+    ),
+    _phase(Phase.WAIT, "The wait for another run of the same work, once per wait.", conventions.LOOKS),
+    _phase(Phase.HANDLE, "A call of a handler, or of a guarded function.", conventions.ATTEMPT),
+    SpanHelp(
+        "idempotency.handle_batch",
+        "internal",
+        "A call of a batch handler, below its first recorded member.",
+        (*_OPERATION, conventions.SERVICE, conventions.EVENT_TYPE, conventions.BATCH_SIZE),
+        _ENDED,
+        "`member`: to each recorded member",
+    ),
+    _phase(Phase.COMPLETE, "Recording that the work is done."),
+    _phase(Phase.FAIL, "Recording that the work is given up."),
+    _phase(Phase.RELEASE, "Releasing the key without an outcome, so that the work can be repeated."),
+    _phase(
+        Phase.REPLAY,
+        "The use of a stored outcome instead of a run.",
+        links="`run`: to the span of the delivery whose run did the work",
+    ),
+    SpanHelp(
+        "send <topic>",
+        "producer",
+        "A message that is sent, until the broker has confirmed it: an event, an event from the outbox, or a dead "
+        "letter. Events carry its context; those from an outbox and dead letters keep the context that they have.",
+        (*_OPERATION, conventions.DESTINATION, conventions.SERVICE),
+        (*_PLACE[1:], *_CLIENT, *_ENDED),
+    ),
+)
+
+_RUN: Final = """\
+process order_placed (executed, attempt 1)
+    idempotency.reserve (Reserved, attempt 1)
+    idempotency.handle (attempt 1)
+    idempotency.complete"""
+_DUPLICATE: Final = """\
+process order_placed (duplicate)
+    idempotency.reserve (Completed)
+    idempotency.replay (run → process order_placed)"""
+_DEAD_LETTER: Final = """\
+process order_placed (dead_lettered, attempt 1, integr8s_idem.errors.PermanentError)
+    idempotency.reserve (Reserved, attempt 1)
+    idempotency.handle (attempt 1, integr8s_idem.errors.PermanentError)
+    idempotency.fail
+    send order_placed.dlq"""
+
+SITUATIONS: Final[Mapping[str, str]] = {
+    "handled": "send order_placed\n" + "\n".join(f"    {line}" for line in _RUN.splitlines()),
+    "duplicate": f"{_RUN}\n{_DUPLICATE}",
+    "concurrent duplicate": f"""\
+{_RUN}
+process order_placed (duplicate)
+    idempotency.reserve (InProgress)
+    idempotency.wait
+    idempotency.reserve (Completed)
+    idempotency.replay (run → process order_placed)""",
+    "takeover": """\
+process order_placed
+process order_placed (executed, attempt 2)
+    idempotency.reserve (InProgress)
+    idempotency.wait
+    idempotency.reserve (Reserved, lapsed, attempt 2, previous_attempt → process order_placed)
+    idempotency.handle (attempt 2)
+    idempotency.complete""",
+    "failure": """\
+process order_placed (retried, attempt 1, OSError)
+    idempotency.reserve (Reserved, attempt 1)
+    idempotency.handle (attempt 1, OSError)
+    idempotency.release""",
+    "retry, then success": """\
+process order_placed (executed, attempt 2, OSError)
+    idempotency.reserve (Reserved, attempt 1)
+    idempotency.handle (attempt 1, OSError)
+    idempotency.release
+    idempotency.reserve (Reserved, released, attempt 2)
+    idempotency.handle (attempt 2)
+    idempotency.complete""",
+    "dead letter": _DEAD_LETTER,
+    "undecodable": """\
+process order_placed (undecodable, integr8s_idem.errors.UndecodableEventError)
+    send order_placed.dlq""",
+    "batch": """\
+process order_placed (executed, attempt 1)
+    idempotency.reserve (Reserved, attempt 1)
+    idempotency.handle (attempt 1)
+        idempotency.handle_batch (member 1 → idempotency.handle, member 2 → idempotency.handle)
+    idempotency.complete
+process order_placed (executed, attempt 1)
+    idempotency.reserve (Reserved, attempt 1)
+    idempotency.handle (attempt 1)
+    idempotency.complete""",
+    "transaction": """\
+process order_placed (executed, attempt 1)
+    idempotency.reserve (Reserved, attempt 1)
+    idempotency.handle (attempt 1)
+        send order_paid""",
+    "replay": f"{_DEAD_LETTER}\n{_RUN}",
+}
+"""Trees of spans, as `RecordedSpans.tree` of `integr8s_idem.testing` writes them."""
