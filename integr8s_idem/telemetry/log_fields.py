@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from integr8s_idem._util.context_vars import RUN
 
-__all__ = ["FIELDS", "KEY_FIELDS", "ContextFilter", "context_fields"]
+__all__ = ["ContextFilter", "context_fields"]
 
 FIELDS: Final = (
     "trace_id",
@@ -77,7 +77,7 @@ class ContextFilter(logging.Filter):
 
 
 def context_fields(*, keys: bool = False) -> dict[str, object]:
-    """Return the fields of the current context that are known, by name; see `FIELDS`.
+    """Return the fields of the current context that are known, by name; see docs/how-to/read-logs.md.
 
     Args:
         keys: Whether to include `record_key` and `message_key`, which may contain personal data.

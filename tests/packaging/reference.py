@@ -36,7 +36,7 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "settings": ("config",),
     "worker": ("worker",),
     "runtime": ("runtime",),
-    "telemetry": ("telemetry",),
+    "telemetry": ("telemetry", "telemetry.log_fields"),
     "testing": ("testing", "testing.plugin", "testing.crash_points", "testing.transactional_crash_points"),
     "embedded": ("embedded",),
 }

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware, SubscriberError, by_header
 from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.telemetry.log_fields import context_fields
 from integr8s_idem.testing.flaky_store import FlakyStore
 from tests.support.guarded import guarded
 
@@ -542,3 +543,25 @@ async def test_the_key_contains_the_group_and_the_subscriber_title() -> None:
 
     keys = [record.key async for record in shop.store.scan("")]
     assert {key.partition(":faststream:")[2] for key in keys} == {"billing:_charge:e-1", "billing:refund%20order:e-1"}
+
+
+async def test_log_records_of_a_subscriber_name_its_message() -> None:
+    shop, logged = Shop(), list[dict[str, object]]()
+
+    @_guarded(shop)
+    async def charge(order: Order) -> None:
+        logged.append(context_fields())
+
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        logged.append(context_fields())
+
+    fields, after = logged
+    assert {name: fields.get(name) for name in ("service", "topic", "event_id", "handler", "attempt")} == {
+        "service": "billing",
+        "topic": "orders",
+        "event_id": "e-1",
+        "handler": "charge",
+        "attempt": 1,
+    }
+    assert after == {}

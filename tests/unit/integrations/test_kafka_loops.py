@@ -16,6 +16,7 @@ from integr8s_idem.errors import ApplicationError, InvalidKeyError
 from integr8s_idem.integrations import aiokafka, confluent
 from integr8s_idem.integrations.kafka_loops import LONGEST_PAUSE, by_header, by_position, pause_after, work_of
 from integr8s_idem.keys.fingerprints import fingerprint
+from integr8s_idem.telemetry.log_fields import context_fields
 from tests.support.fake_consumer import FakeRecord
 from tests.support.guarded import guarded, plain_manager
 
@@ -220,3 +221,15 @@ async def test_a_loop_commits_a_position_only_if_another_poll_returns_nothing(
         await _loop_over(consumer)
 
     assert consumer.commits == ([] if committed is None else [{PARTITION: committed}])
+
+
+def test_log_records_of_a_confluent_loop_name_their_message() -> None:
+    logged = list[dict[str, object]]()
+    here = plain_manager()
+
+    _in_a_thread(here).run(lambda message: logged.append(context_fields()))
+    logged.append(context_fields())
+
+    fields, after = logged
+    assert (fields["topic"], fields["partition"], fields["offset"], fields["attempt"]) == ("orders", 0, 7, 1)
+    assert after == {}
