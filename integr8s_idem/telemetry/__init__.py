@@ -184,7 +184,7 @@ class Observer(Protocol):
 
         Args:
             event_type: Empty if it is unknown.
-            since: When it began, by `time.perf_counter`, if that was before this call.
+            since: When it began, in seconds of `time.perf_counter`, if that was before this call.
             attempt: Number of the attempt; 0 if there is none.
         """
         ...
@@ -194,7 +194,7 @@ class Observer(Protocol):
 
         Args:
             event_types: The event type of each delivery.
-            since: When it began, by `time.perf_counter`.
+            since: When it began, in seconds of `time.perf_counter`.
         """
         ...
 
@@ -261,10 +261,11 @@ class SilentObserver:
     def phase(
         self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
     ) -> AbstractContextManager[Span]:
+        """Do nothing; `since` is in seconds."""
         return _SILENT_PHASE
 
     def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:
-        """Do nothing."""
+        """Do nothing; `since` is in seconds."""
 
     def batch(self, event_type: str, members: Sequence[Context]) -> AbstractContextManager[Span]:
         return _SILENT_PHASE

@@ -95,8 +95,8 @@ SPANS: Final = (
     SpanHelp(
         "send <topic>",
         "producer",
-        "A message that is sent, until the broker has confirmed it: an event, an event from the outbox, or a dead "
-        "letter. Events carry its context; those from an outbox and dead letters keep the context that they have.",
+        "A message that is sent, until the broker has confirmed it: an event, an event from the outbox, or a dead letter. "
+        "Events carry its context; those from an outbox and dead letters keep the context that they have.",
         (*_OPERATION, conventions.DESTINATION, conventions.SERVICE),
         (*_PLACE[1:], *_CLIENT, *_ENDED),
     ),

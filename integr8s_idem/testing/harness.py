@@ -290,7 +290,7 @@ class WorkerHarness:
 def recorded_spans(harness: WorkerHarness) -> RecordedSpans:
     """Return the spans that the services of `harness` have recorded, also those of workers that have crashed.
 
-    All spans are recorded, whatever the settings say about sampling.  A span that was open in a crash is missing.
+    All spans are recorded: `sample_ratio` is ignored.  A span that was open in a crash is missing.
     """
     return harness.spans
 

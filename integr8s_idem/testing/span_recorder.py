@@ -104,7 +104,7 @@ class RecordedSpans(Sequence[RecordedSpan]):
                     made.links[relation] = other
 
     def named(self, name: str) -> list[RecordedSpan]:
-        """Return all spans with a name."""
+        """Return all spans with a name, in the order in which they began."""
         return [span for span in self._spans if span.name == name]
 
     def one(self, name: str) -> RecordedSpan:

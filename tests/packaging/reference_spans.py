@@ -11,7 +11,7 @@ from tests.packaging.markdown import MADE, cell, table
 _HEAD: Final = f"""\
 `integr8s-idem run` records spans with the OpenTelemetry SDK, as `[telemetry]` says; an application that has set its own
 TracerProvider gets them there. Messaging spans follow the semantic conventions of OpenTelemetry, version
-{conventions.SCHEMA_URL.rpartition("/")[2]} (`schema_url`). In that version the messaging conventions are in development.
+{conventions.SCHEMA_URL.rpartition("/")[2]} (`schema_url`). In this version they are in development.
 
 From a trace to the record: `integr8s-idem keys explain` takes the value of `{conventions.DELIVERY}`, such as
 `orders:3:1042`. From the record to the trace: its output names the trace and the span of the delivery that did the

@@ -57,10 +57,10 @@ def recorded() -> list[Any]:
     return list(exporter.get_finished_spans())
 
 
-def test_names_are_those_of_the_conventions_and_all_others_are_ours() -> None:
+def test_names_are_those_of_the_conventions_and_all_others_have_the_prefix_of_the_library() -> None:
     used = {name for span in SPANS for name in (*span.always, *span.sometimes)}
 
-    assert {ours: theirs for ours, theirs in NAMES.items() if ours != theirs} == {}
+    assert {used: defined for used, defined in NAMES.items() if used != defined} == {}
     assert {name for name in used - NAMES.keys() if not name.startswith("idempotency.")} == set()
 
 
