@@ -22,6 +22,7 @@ from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
 from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, settings_engine, sql_engine
 from integr8s_idem.stores.sql.outbox import put
+from integr8s_idem.stores.sql.schema import VERSION
 from tests.support.doctor import Typed, codes, found_in_store
 from tests.support.mariadb import MariadbServer, missing_programs
 
@@ -120,7 +121,7 @@ async def test_a_read_only_server_is_found(database: MariadbServer) -> None:
         ("DROP TABLE idempotency_records", "schema-missing"),
         ("ALTER TABLE idempotency_records DROP COLUMN trace", "schema-older"),
         ("UPDATE idempotency_store SET version = version - 1", "schema-older"),
-        ("UPDATE idempotency_store SET version = version + 2", "schema-newer"),
+        (f"UPDATE idempotency_store SET version = {VERSION + 1}", "schema-newer"),
         ("ALTER TABLE idempotency_records ENGINE = Aria", "store-not-persistent"),
     ],
 )

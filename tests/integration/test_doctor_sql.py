@@ -34,6 +34,7 @@ from integr8s_idem.integrations.dishka import (
 from integr8s_idem.stores.factory import open_store
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox, metadata, migrate, settings_engine, sql_engine
 from integr8s_idem.stores.sql.outbox import put
+from integr8s_idem.stores.sql.schema import VERSION
 from tests.support.doctor import codes, found_in, found_in_store
 from tests.support.postgres import PostgresServer
 
@@ -102,7 +103,7 @@ async def test_unsafe_server_settings_are_found(database: PostgresServer) -> Non
     [
         ("DROP TABLE idempotency_records, idempotency_store", "schema-missing"),
         ("UPDATE idempotency_store SET version = version - 1", "schema-older"),
-        ("UPDATE idempotency_store SET version = version + 2", "schema-newer"),
+        (f"UPDATE idempotency_store SET version = {VERSION + 1}", "schema-newer"),
         ("DROP TABLE idempotency_records", "schema-missing"),
         ("ALTER TABLE idempotency_records DROP COLUMN trace", "schema-older"),
         ("ALTER TABLE idempotency_records SET UNLOGGED", "store-not-persistent"),

@@ -142,7 +142,6 @@ async def test_only_the_answer_to_a_takeover_of_a_traced_attempt_is_longer_than_
     assert in_progress == records[4]
 
 
-@pytest.mark.scenario(93)
 @pytest.mark.parametrize("fingerprint", [None, b"f" * 16])
 async def test_a_takeover_of_a_record_in_an_earlier_format_gets_its_trace(
     store: RedisIdempotencyRepository, redis_client: Redis, fingerprint: bytes | None

@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.records import Failure, InProgress, Reserved
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
+from integr8s_idem.stores.sql.schema import VERSION
 from integr8s_idem.testing.store_under_test import TTL, new_key, wish
 from tests.support.conditions import eventually
 from tests.support.postgres import PostgresServer
@@ -89,7 +90,9 @@ async def test_missing_tables_are_reported_with_the_command_to_create_them(
 
 
 @pytest.mark.scenario(59)
-@pytest.mark.parametrize(("version", "message"), [(0, "store migrate"), (3, "a newer integr8s-idem migrated it")])
+@pytest.mark.parametrize(
+    ("version", "message"), [(0, "store migrate"), (VERSION + 1, "a newer integr8s-idem migrated it")]
+)
 async def test_a_schema_of_another_version_is_refused(engine: AsyncEngine, version: int, message: str) -> None:
     await run(engine, f"UPDATE idempotency_store SET version = {version}")
 

@@ -99,7 +99,6 @@ def test_a_takeover_gets_the_trace_of_the_previous_attempt(
     assert traced == replace(untraced, trace=link)
 
 
-@pytest.mark.scenario(92)
 @given(request=_REQUESTS, trace=st.binary(min_size=24, max_size=24))
 def test_only_an_intact_record_follows_the_trace_of_the_previous_attempt(request: ReserveRequest, trace: bytes) -> None:
     record = processing(request, 2, previous=64)
