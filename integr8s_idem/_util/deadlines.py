@@ -1,7 +1,7 @@
 """Deadlines that share one timer per event loop, so that thousands per second are cheap.
 
 They work like `asyncio.timeout_at`, which creates a timer for each use and can cost more than the call it guards.
-Code that never waits cannot be cancelled: `limited` enters a deadline only when its coroutine waits for something.
+Code that never waits cannot be cancelled: a run enters its deadline only when its coroutine waits for something.
 
 If a deadline fires late, after a long iteration of the event loop, the loop gets a few more iterations before the
 task is cancelled, because the answer may already be in the socket.  A lease that has ended has no such grace period.
@@ -10,15 +10,10 @@ task is cancelled, because the answer may already be in the socket.  A lease tha
 from __future__ import annotations
 
 import asyncio
-import types
-from collections.abc import Awaitable, Coroutine, Generator
-from types import CoroutineType, TracebackType
-from typing import Any, Final, Self, TypeVar
+from types import TracebackType
+from typing import Any, Final, Self
 
-from integr8s_idem._util.first_step import rest
 from integr8s_idem._util.per_loop import PerLoop
-
-T = TypeVar("T")
 
 LATE: Final = 0.01
 """Delay in seconds after which a deadline counts as late."""
@@ -150,26 +145,3 @@ class _Clock:
 
 
 _clock_of = PerLoop(lambda _: _Clock())
-
-
-@types.coroutine
-def limited(work: Awaitable[T], deadline: Deadline) -> Generator[Any, Any, T]:
-    """Await `work` in the current task, within `deadline` as soon as it waits for something."""
-    running: Coroutine[Any, Any, T] = work if type(work) is CoroutineType else _awaiting(work)
-    try:
-        waiting_for = running.send(None)
-    except StopIteration as end:
-        at_once: T = end.value
-        return at_once
-    with deadline:
-        result: T = yield from rest(running, waiting_for)
-        return result
-
-
-def as_coroutine(work: Awaitable[T]) -> Coroutine[Any, Any, T]:
-    """Return `work`, or a coroutine that awaits it if it is another awaitable."""
-    return work if type(work) is CoroutineType else _awaiting(work)
-
-
-async def _awaiting(work: Awaitable[T]) -> T:
-    return await work

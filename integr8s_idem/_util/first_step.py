@@ -11,10 +11,15 @@ else:
 from __future__ import annotations
 
 import types
-from collections.abc import Coroutine, Generator
+from collections.abc import Awaitable, Coroutine, Generator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+async def as_coroutine(work: Awaitable[T]) -> T:
+    """Await `work`, any awaitable, in a coroutine, whose first step can run without being awaited."""
+    return await work
 
 
 @types.coroutine

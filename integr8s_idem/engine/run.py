@@ -19,9 +19,10 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import monotonic
+from types import CoroutineType
 from typing import Any, Generic, TypeVar
 
-from integr8s_idem._util.deadlines import limited
+from integr8s_idem._util.first_step import as_coroutine, rest
 from integr8s_idem.config import IdempotencyConfig, OnFailure
 from integr8s_idem.engine.active_runs import ActiveRun, ActiveRuns
 from integr8s_idem.engine.iterators import PLAIN_CLASSES
@@ -180,7 +181,16 @@ class Run(ActiveRun):
             try:
                 with services.observer.phase(Phase.HANDLE, work.event_type):
                     try:
-                        result: T = await limited(function(attempt), lease)
+                        called = function(attempt)
+                        running = called if type(called) is CoroutineType else as_coroutine(called)
+                        try:
+                            waiting_for = running.send(None)
+                        except StopIteration as end:
+                            result: T = end.value
+                        else:
+                            # Code that never waits cannot be cancelled, so its deadline starts only now.
+                            with lease:
+                                result = await rest(running, waiting_for)
                     finally:
                         lease.drop()
                     if type(result) not in PLAIN_CLASSES:
@@ -189,20 +199,26 @@ class Run(ActiveRun):
                 services.client.release_later(work, lease.reservation)
                 raise
             except Exception as error:
-                if isinstance(error, LateStartError) and error.lease is lease:
-                    self._end()
-                    return self.not_started()
-                failed = await self._failed(lease, error)
-                if failed is None:
+                ended = await self._raised(lease, error)
+                if ended is None:
                     raise
-                self._end()
-                return failed
+                return ended
             return self._returned(lease, result)
         except BaseException:
             runs.remove(self)
             raise
         finally:
             runs.leave(self)
+
+    async def _raised(self, lease: HeldLease, error: Exception) -> HandlerFailed | NotStarted | None:
+        """End a run whose function has raised `error`; `None` if the work has not failed: re-raise the error."""
+        if isinstance(error, LateStartError) and error.lease is lease:
+            self._end()
+            return self.not_started()
+        failed = await self._failed(lease, error)
+        if failed is not None:
+            self._end()
+        return failed
 
     async def complete(self, returned: Returned[T]) -> Executed[T]:
         """Record the result of the function.

@@ -15,8 +15,7 @@ from datetime import timedelta
 from types import CoroutineType
 from typing import Any, Final
 
-from integr8s_idem._util.deadlines import as_coroutine
-from integr8s_idem._util.first_step import rest
+from integr8s_idem._util.first_step import as_coroutine, rest
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.active_runs import run_of

@@ -49,7 +49,7 @@ class Lanes:
     """The lanes that are busy."""
 
     def __init__(self, ordering: Ordering) -> None:
-        self._ordering = ordering
+        self._by_key = ordering == "key"
         self.are_ordered = ordering != "none"
         """Whether deliveries wait for each other."""
         self._lanes: dict[Hashable, Lane] = {}
@@ -58,7 +58,8 @@ class Lanes:
         """Return whether it is the turn of `delivery`; otherwise it waits."""
         if not self.are_ordered:
             return True
-        lane = self._lanes.get(name := self._name_of(delivery))
+        name = self._name_of(delivery) if self._by_key else delivery.assignment
+        lane = self._lanes.get(name)
         if lane is None:
             self._lanes[name] = Lane()
             return True
@@ -69,7 +70,8 @@ class Lanes:
         """End the turn of `delivery`, and return the next delivery of its lane, if there is one."""
         if not self.are_ordered:
             return None
-        lane = self._lanes[name := self._name_of(delivery)]
+        name = self._name_of(delivery) if self._by_key else delivery.assignment
+        lane = self._lanes[name]
         if lane.waiting:
             return lane.waiting.popleft()
         del self._lanes[name]
@@ -93,6 +95,6 @@ class Lanes:
 
     def _name_of(self, delivery: Delivery) -> Hashable:
         # The name includes the assignment, so that a partition starts with new lanes after a rebalance.
-        if self._ordering == "key" and delivery.record.key is not None:
+        if self._by_key and delivery.record.key is not None:
             return (delivery.assignment, delivery.record.key)
         return delivery.assignment

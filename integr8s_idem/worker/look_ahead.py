@@ -71,13 +71,21 @@ class LookAhead:
         If a key occurs again, the store is asked for the later ones at their turn: they must not get it first.
         """
         found: list[Reservable] = []
-        keys = {execution.work.key for execution in due if isinstance(execution, GuardedExecution)}
+        # Tuples: the hash of a data class is computed in Python.
+        keys = {
+            (execution.work.key.text, execution.work.key.generation)
+            for execution in due
+            if isinstance(execution, GuardedExecution)
+        }
         for delivery in deliveries:
             prepared = self._prepared.get(delivery)
             for item in prepared.items if prepared is not None else ():
                 execution = item.execution
-                if isinstance(execution, GuardedExecution) and execution.work.key not in keys:
-                    keys.add(execution.work.key)
+                if not isinstance(execution, GuardedExecution):
+                    continue
+                key = execution.work.key.text, execution.work.key.generation
+                if key not in keys:
+                    keys.add(key)
                     if not delivery.is_recorded and _may_be_early(execution):
                         found.append((item, execution))
         return found

@@ -171,8 +171,7 @@ class Pipeline:
                 self._ahead.drop(each)
                 self._ended((each,), may_commit=False)
         if ahead:
-            for delivery in self._ahead.note_answers(ahead):
-                self._take_turn(delivery)
+            self._take_turns(self._ahead.note_answers(ahead))
         self._schedule()
 
     async def _batch(self, taken: deque[Delivery | WorkItem], ahead: Sequence[Delivery]) -> None:
@@ -274,14 +273,13 @@ class Pipeline:
         """Report that deliveries have left the pipeline, and begin the turn of the next one of each lane."""
         self._left(*deliveries)
         if self._lanes.are_ordered:
-            for delivery in deliveries:
-                if (successor := self._lanes.leave(delivery)) is not None:
-                    self._take_turn(successor)
+            successors = map(self._lanes.leave, deliveries)
+            self._take_turns([successor for successor in successors if successor is not None])
 
-    def _take_turn(self, delivery: Delivery) -> None:
-        """Start a delivery whose turn has come.  In a loop, since it may end at once, and then the next one starts."""
-        self._turns.append(delivery)
-        if self._is_starting:
+    def _take_turns(self, deliveries: Sequence[Delivery]) -> None:
+        """Start deliveries whose turn has come.  In a loop, since one may end at once, and then the next one starts."""
+        self._turns.extend(deliveries)
+        if self._is_starting or not self._turns:
             return
         self._is_starting = True
         try:
@@ -289,6 +287,8 @@ class Pipeline:
                 self._start(self._turns.popleft())
         finally:
             self._is_starting = False
+        self._runners.start()
+        self._schedule()
 
     def _start(self, delivery: Delivery) -> None:
         if delivery.assignment.closed:
@@ -302,8 +302,5 @@ class Pipeline:
             for item, _ in to_reserve:
                 self._slots.release()
                 self._make_ready(item)
-            self._runners.start()
-            self._schedule()  # for its other items
         else:
             self._ready.append(delivery)
-            self._schedule()

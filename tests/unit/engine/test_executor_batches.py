@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from integr8s_idem.engine.run import Returned, RunOptions
-from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed, Work
+from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed, Isolation, Work
 from integr8s_idem.errors import LeaseLostError, StoreUnavailableError
 from integr8s_idem.keys import Key
 from integr8s_idem.records import Completed, IdempotencyStatus, InProgress, Previous, Reserved
@@ -267,3 +268,18 @@ async def test_a_failed_or_cancelled_run_ends_and_releases_its_key() -> None:
     assert waiting.cancelled()
     assert await leases_left(here) == []
     assert executor.runs.current() is None
+
+
+@virtual_time
+async def test_works_of_a_batch_are_requested_like_single_works() -> None:
+    client = guarded().manager.executor.client
+    together = works(4)
+    together[1].token = b"kept token 16 by"
+    together[2].ttl = timedelta(days=3)
+    together[3].isolation = Isolation.ALONE
+
+    requests = client.requests(together)
+
+    assert [client.request(work) for work in together] == requests  # with the tokens that the batch has chosen
+    assert len({request.token for request in requests}) == 4
+    assert requests[1].token == b"kept token 16 by"

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from integr8s_idem.engine.leases import fence_margin
+from integr8s_idem._util.deadlines import Deadline
+from integr8s_idem.engine.leases import HeldLease, fence_margin
 from integr8s_idem.errors import LeaseLostError
 from integr8s_idem.keys import Key
 from integr8s_idem.records import IdempotencyStatus, Reserved
@@ -269,3 +270,23 @@ async def test_a_handler_is_cancelled_after_a_stall_beyond_its_lease() -> None:
     await manager.close()
 
     assert steps == ["before"]
+
+
+@virtual_time
+async def test_only_a_run_that_waits_enters_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, entered = guarded(), list[HeldLease]()
+
+    def enter(lease: HeldLease) -> HeldLease:
+        entered.append(lease)
+        return Deadline.__enter__(lease)
+
+    async def returns_at_once() -> str:
+        return "done"
+
+    monkeypatch.setattr(HeldLease, "__enter__", enter)
+
+    await here.manager.run("order:1", returns_at_once)
+    assert entered == []
+
+    await here.manager.run("order:2", Job(seconds=1))
+    assert len(entered) == 1

@@ -8,16 +8,20 @@ import random
 import socket
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, TypeVar
 
 import pytest
 import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from integr8s_idem._util.deadlines import Deadline, as_coroutine, limited
+from integr8s_idem._util.deadlines import Deadline
+from integr8s_idem._util.first_step import as_coroutine, rest
 from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
+
+T = TypeVar("T")
 
 
 def now() -> float:
@@ -288,20 +292,11 @@ class Watched(Deadline):
         return self
 
 
-@virtual_time
-async def test_a_coroutine_that_never_waits_does_not_enter_its_deadline() -> None:
-    Watched.entries = 0
-
-    async def at_once() -> str:
-        return "done"
-
-    async def fails() -> None:
-        raise ValueError("no")
-
-    assert await limited(at_once(), Watched(now() - 1)) == "done"
-    with pytest.raises(ValueError, match="no"):
-        await limited(fails(), Watched(now() - 1))
-    assert Watched.entries == 0
+async def limited(work: Coroutine[Any, Any, T], deadline: Deadline) -> T:
+    """Limit a coroutine that waits from its first step on, as a run does."""
+    waiting_for = work.send(None)
+    with deadline:
+        return await rest(work, waiting_for)
 
 
 @virtual_time
@@ -356,8 +351,9 @@ async def test_any_awaitable_can_be_limited() -> None:
             yield from asyncio.sleep(1).__await__()
             return "later"
 
-    future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    future.set_result("future")
+    future: asyncio.Future[str]
 
     assert await limited(as_coroutine(Later()), Deadline(None)) == "later"
+    future = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(future.set_result, "future")
     assert await limited(as_coroutine(future), Deadline(None)) == "future"
