@@ -211,7 +211,7 @@ class EventDecoder:
         self._events = {event_type_of(event): _KnownEvent(event, _version_of(event)) for event in events}
         self._codec = codec
         known = [(name, each.event, each.version.split(".", 1)[0]) for name, each in self._events.items()]
-        self._find = speedups.native.EventClasses(known).find if speedups.native else None
+        self._find: Any = speedups.native.EventClasses(known).find if speedups.native else None
 
     def decode(self, body: bytes | None, headers: Headers = ()) -> BaseEvent:
         """Decode the event in a message.
