@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from integr8s_idem.engine.work import Work
 from integr8s_idem.records import InProgress, Previous, Reserved, Verdict
-from integr8s_idem.telemetry import Observer, Phase, Relation, Span, conventions
+from integr8s_idem.telemetry import Observer, Past, Phase, Relation, Span, conventions
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,34 +65,44 @@ class VerdictObserver:
                     _in_context(work, self._completed, work, since)
 
     def _verdict(self, work: Work, verdict: Verdict, since: float) -> None:
-        with self._observer.phase(Phase.RESERVE, work.event_type, since=since) as span:
-            describe(span, work, verdict)
+        facts = None if work.trace is None else _facts_of(work, verdict)
+        with self._observer.phase(Phase.RESERVE, work.event_type, past=Past(since, facts)) as span:
+            link_to_previous(span, work, verdict)
 
     def _failed(self, work: Work, error: BaseException, since: float) -> None:
-        with self._observer.phase(Phase.RESERVE, work.event_type, since=since) as span:
+        with self._observer.phase(Phase.RESERVE, work.event_type, past=Past(since)) as span:
             span.fail(error)
 
     def _completed(self, work: Work, since: float) -> None:
-        with self._observer.phase(Phase.COMPLETE, work.event_type, since=since):
+        with self._observer.phase(Phase.COMPLETE, work.event_type, past=Past(since)):
             pass
 
     def _waited(self, work: Work) -> None:
-        with self._observer.phase(Phase.WAIT, work.event_type, since=work.waiting_since) as span:
-            span.annotate(conventions.LOOKS, work.looks)
+        waited = Past(work.waiting_since, {conventions.LOOKS: work.looks})
+        with self._observer.phase(Phase.WAIT, work.event_type, past=waited):
+            pass
 
 
 def describe(span: Span, work: Work, verdict: Verdict) -> None:
     """Describe `verdict` in the span of its reservation."""
-    if span.trace() is None:
-        return
-    span.annotate(conventions.KEY, work.key.label)
-    span.annotate(conventions.VERDICT, type(verdict).__name__)
+    for name, value in _facts_of(work, verdict).items():
+        span.annotate(name, value)
+    link_to_previous(span, work, verdict)
+
+
+def link_to_previous(span: Span, work: Work, verdict: Verdict) -> None:
+    """Link the span of a reservation to the previous attempt, unless that belongs to the same delivery."""
+    if isinstance(verdict, Reserved) and verdict.trace is not None and verdict.trace != work.trace:
+        span.link(verdict.trace, Relation.PREVIOUS_ATTEMPT)
+
+
+def _facts_of(work: Work, verdict: Verdict) -> dict[str, str | int]:
+    facts: dict[str, str | int] = {conventions.KEY: work.key.label, conventions.VERDICT: type(verdict).__name__}
     if isinstance(verdict, Reserved):
-        span.annotate(conventions.ATTEMPT, verdict.attempt)
+        facts[conventions.ATTEMPT] = verdict.attempt
         if verdict.previous is not Previous.NONE:
-            span.annotate(conventions.PREVIOUS, verdict.previous.value)
-        if verdict.trace is not None and verdict.trace != work.trace:
-            span.link(verdict.trace, Relation.PREVIOUS_ATTEMPT)
+            facts[conventions.PREVIOUS] = verdict.previous.value
+    return facts
 
 
 def _in_context(work: Work, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -7,12 +7,14 @@ only through `Span.annotate`, and only if a setting allows it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
 
+from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem.records import TraceLink
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "Gauge",
     "Headers",
     "Observer",
+    "Past",
     "Phase",
     "ReceivedMessage",
     "Relation",
@@ -92,6 +95,17 @@ class Relation(str, Enum):
     """The other span is of an earlier attempt at the same work, which ended without an outcome."""
     MEMBER = "member"
     """The other span is of a delivery that is a member of this batch."""
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A phase that is over when it is observed."""
+
+    since: float
+    """When it began, in seconds of `time.perf_counter`."""
+    attributes: Mapping[str, str | int] | None = None
+    """Attributes of its span.  They never become metric labels."""
 
 
 class Signal(str, Enum):
@@ -178,14 +192,14 @@ class Observer(Protocol):
         ...
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
     ) -> AbstractContextManager[Span]:
         """Observe a phase and its duration; an exception marks it as failed.
 
         Args:
             event_type: Empty if it is unknown.
-            since: When it began, in seconds of `time.perf_counter`, if that was before this call.
             attempt: Number of the attempt; 0 if there is none.
+            past: Set if the phase is over, except for links and errors that are noted in the block.
         """
         ...
 
@@ -259,9 +273,8 @@ class SilentObserver:
         return _SILENT_PHASE
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
     ) -> AbstractContextManager[Span]:
-        """Do nothing; `since` is in seconds."""
         return _SILENT_PHASE
 
     def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:

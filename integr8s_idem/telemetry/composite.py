@@ -15,6 +15,7 @@ from integr8s_idem.telemetry import (
     Gauge,
     Headers,
     Observer,
+    Past,
     Phase,
     ReceivedMessage,
     Relation,
@@ -62,12 +63,12 @@ class CompositeObserver:
         return result
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
     ) -> AbstractContextManager[Span]:
         """Observe a phase."""
         result = _SILENT_PHASE
         for observer in self._observers:
-            result = _paired(result, observer.phase(phase, event_type, since=since, attempt=attempt))
+            result = _paired(result, observer.phase(phase, event_type, attempt=attempt, past=past))
         return result
 
     def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:

@@ -24,7 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from integr8s_idem.config.message_text import text_of
 from integr8s_idem.config.urls import redacted
 from integr8s_idem.records import TraceLink
-from integr8s_idem.telemetry import SILENT, Headers, Phase, ReceivedMessage, Relation, SilentObserver, Span
+from integr8s_idem.telemetry import SILENT, Headers, Past, Phase, ReceivedMessage, Relation, SilentObserver, Span
 from integr8s_idem.telemetry import conventions as names
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class OpenTelemetryObserver(SilentObserver):
         return _RecordedPhase(span, self._span_keys)
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
     ) -> AbstractContextManager[Span]:
         """Start a span named after `phase`, as a child of the current span."""
         tracer = self._tracer or self._find_tracer()
@@ -136,8 +136,14 @@ class OpenTelemetryObserver(SilentObserver):
             attributes[names.EVENT_TYPE] = _text(event_type)
         if attempt:
             attributes[names.ATTEMPT] = attempt
-        start = None if since is None else time_ns() - int((perf_counter() - since) * 1e9)
-        return _RecordedPhase(tracer.start_span(phase.value, attributes=attributes, start_time=start), self._span_keys)
+        if past is None:
+            return _RecordedPhase(tracer.start_span(phase.value, attributes=attributes), self._span_keys)
+        attributes.update(past.attributes or {})
+        key = attributes.pop(names.KEY, None)
+        if key is not None and self._span_keys:
+            attributes[names.KEY] = _text(str(key))
+        start = time_ns() - int((perf_counter() - past.since) * 1e9)
+        return _PastPhase(tracer.start_span(phase.value, attributes=attributes, start_time=start), self._span_keys)
 
     def batch(self, event_type: str, members: Sequence[contextvars.Context]) -> AbstractContextManager[Span]:
         """Start a span for a call of a batch handler, as a child of its first member's span, with links to all.
@@ -281,6 +287,20 @@ class _RecordedPhase:
     def _mark_failed(self, kind: str) -> None:
         self._span.set_attribute(names.ERROR_TYPE, kind)
         self._span.set_status(otel.Status(otel.StatusCode.ERROR, kind))
+
+
+class _PastPhase(_RecordedPhase):
+    """A span of a phase that is over: it is never current."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._span.end()
 
 
 def _client_attributes(client_id: str, servers: str) -> dict[str, str | int]:

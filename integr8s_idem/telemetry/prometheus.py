@@ -25,7 +25,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from integr8s_idem.telemetry import SILENT, Gauge, Phase, ReceivedMessage, Signal, SilentObserver, Span
+from integr8s_idem.telemetry import SILENT, Gauge, Past, Phase, ReceivedMessage, Signal, SilentObserver, Span
 from integr8s_idem.telemetry.metric_help import HELP
 from integr8s_idem.telemetry.tallies import Tallies
 
@@ -298,10 +298,10 @@ class PrometheusObserver(SilentObserver):
         return _Timed(self._service, None, event_type) if event_type else _SILENT_PHASE
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
     ) -> AbstractContextManager[Span]:
         """Measure the duration of a phase, failed or not."""
-        return _Timed(self._service, phase, event_type, since)
+        return _Timed(self._service, phase, event_type, past)
 
     def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:
         """Measure the duration of a phase that several deliveries have shared; it counts for each of them."""
@@ -332,12 +332,12 @@ class PrometheusObserver(SilentObserver):
 class _Timed:
     __slots__ = ("_event_type", "_measured", "_service", "_start")
 
-    def __init__(self, service: _Service, measured: _Measured, event_type: str, since: float | None = None) -> None:
+    def __init__(self, service: _Service, measured: _Measured, event_type: str, past: Past | None = None) -> None:
         self._service = service
         self._measured = measured
         self._event_type = event_type
         # Starts here, not in `__enter__`: the time in which a delivery waits for the rest of its batch counts.
-        self._start = perf_counter() if since is None else since
+        self._start = perf_counter() if past is None else past.since
 
     def __enter__(self) -> Span:
         return _SILENT_SPAN

@@ -56,7 +56,7 @@ from integr8s_idem.records import Completed, Completion, Reserved, ReserveReques
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
-from integr8s_idem.telemetry import Phase, Signal, Span
+from integr8s_idem.telemetry import Past, Phase, Signal, Span
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.worker import EventPublisher
 from tests.support.conditions import eventually
@@ -116,13 +116,13 @@ class StallingObserver(CountingObserver):
         """Countdown to the handler that stalls; 0 for none."""
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
     ) -> AbstractContextManager[Span]:
         if phase is Phase.HANDLE and self.stalls_in:
             self.stalls_in -= 1
             if not self.stalls_in:
                 self.clock.leap()
-        return super().phase(phase, event_type, since=since, attempt=attempt)
+        return super().phase(phase, event_type, attempt=attempt, past=past)
 
 
 class Entry(ABC):

@@ -14,6 +14,7 @@ from integr8s_idem.telemetry import (
     Gauge,
     Headers,
     Observer,
+    Past,
     Phase,
     ReceivedMessage,
     Relation,
@@ -54,7 +55,7 @@ class Recorder:
         return self._span(f"{event_type} {event_id} {message.topic} {len(message.headers)}")
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
     ) -> AbstractContextManager[Span]:
         return self._span(phase.name)
 
@@ -91,7 +92,7 @@ class Recorder:
 
 class BrokenObserver(Recorder):
     def phase(
-        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
     ) -> AbstractContextManager[Span]:
         return _Broken()
 

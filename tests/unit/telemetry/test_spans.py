@@ -21,7 +21,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.util._once import Once
 
 from integr8s_idem.records import TraceLink
-from integr8s_idem.telemetry import SILENT, Observer, Phase
+from integr8s_idem.telemetry import SILENT, Observer, Past, Phase
 from integr8s_idem.telemetry import opentelemetry as under_test
 from integr8s_idem.telemetry.conventions import KEY
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
@@ -122,13 +122,24 @@ def test_a_message_that_cannot_be_decoded_has_a_span_without_type_and_id(recordi
 
 
 def test_a_phase_that_began_earlier_has_its_own_start(recording: Recording) -> None:
-    with recording.observer().phase(Phase.WAIT, since=perf_counter() - 60):
-        pass
+    with recording.observer().phase(Phase.WAIT, past=Past(perf_counter() - 60, {"idempotency.looks": 3})):
+        assert not otel.get_current_span().is_recording(), "a phase that is over is not current"
 
     span = recording.only
     assert span.start_time is not None
     assert span.end_time is not None
     assert span.end_time - span.start_time >= 60 * 1_000_000_000
+    assert attributes_of(span) == {"idempotency.service": "billing", "idempotency.looks": 3}
+
+
+@pytest.mark.parametrize("span_keys", [True, False])
+def test_keys_of_past_phases_are_in_spans_only_if_span_keys_is_set(recording: Recording, span_keys: bool) -> None:
+    with recording.observer(span_keys=span_keys).phase(
+        Phase.RESERVE, past=Past(perf_counter(), {KEY: "order:1\ud800"})
+    ):
+        pass
+
+    assert attributes_of(recording.only).get(KEY) == ("order:1?" if span_keys else None)
 
 
 def test_a_sent_message_is_a_producer_span_whose_context_it_carries(recording: Recording) -> None:

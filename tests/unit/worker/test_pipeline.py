@@ -19,7 +19,7 @@ from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.records import Completion, IdempotencyStatus, Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.telemetry import SILENT, Phase, ReceivedMessage, Signal, SilentObserver, Span
+from integr8s_idem.telemetry import SILENT, Past, Phase, ReceivedMessage, Signal, SilentObserver, Span
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.counting import CountingStore
@@ -276,11 +276,11 @@ class Recorded(SilentObserver):
         return RecordedSpan(self, self._recorded)
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, since: float | None = None, attempt: int = 0
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
     ) -> AbstractContextManager[Span]:
         assert self.open, "a phase outside of a delivery"
         self.seen.append(phase)
-        return super().phase(phase, event_type, since=since, attempt=attempt)
+        return super().phase(phase, event_type, attempt=attempt, past=past)
 
 
 class RecordedSpan(AbstractContextManager[Span]):
