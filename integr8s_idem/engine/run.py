@@ -25,11 +25,12 @@ from typing import Any, Generic, TypeVar
 from integr8s_idem._util.first_step import as_coroutine, rest
 from integr8s_idem.config import IdempotencyConfig, OnFailure
 from integr8s_idem.engine.active_runs import ActiveRun, ActiveRuns
+from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.engine.iterators import PLAIN_CLASSES
 from integr8s_idem.engine.leases import HeldLease, LateStartError
 from integr8s_idem.engine.local_cache import LocalCache
 from integr8s_idem.engine.results import repeatable
-from integr8s_idem.engine.store_client import StoreClient, describe_error
+from integr8s_idem.engine.store_client import StoreClient
 from integr8s_idem.engine.transactions import OutcomeWriter
 from integr8s_idem.engine.work import (
     SUSPECT_AFTER,

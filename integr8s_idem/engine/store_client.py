@@ -16,9 +16,8 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from integr8s_idem.config import IdempotencyConfig, OnStoreError
-from integr8s_idem.config.message_text import text_of
-from integr8s_idem.config.urls import redacted
 from integr8s_idem.engine.coalescer import Coalescer
+from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.engine.fork_guard import ForkGuard
 from integr8s_idem.engine.request_batches import batch_maker, retention_rule
 from integr8s_idem.engine.results import NOT_KEPT, encode_result
@@ -47,9 +46,6 @@ from integr8s_idem.telemetry import Observer, Phase, Signal
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-LONGEST_ERROR: Final = 1024
-"""Maximum number of characters of an error in a FAILED record."""
 
 FIRST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 1.0
@@ -345,11 +341,3 @@ def _retrieve_exception(task: asyncio.Task[Any]) -> None:
     """Retrieve the error of a task without a waiter; asyncio would log it as never retrieved."""
     if not task.cancelled():
         task.exception()
-
-
-def describe_error(error: BaseException) -> str:
-    """Describe `error` in one line of limited length without credentials, for records, logs and dead letters."""
-    message = text_of(error)
-    # Truncate before redacting to bound its cost, but with a margin so that no credential is cut in two.
-    text = redacted(" ".join(f"{type(error).__name__}: {message[: 4 * LONGEST_ERROR]}".split()))
-    return text if len(text) <= LONGEST_ERROR else text[: LONGEST_ERROR - 1] + "…"

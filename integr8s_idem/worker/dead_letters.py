@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from integr8s_idem.config import KafkaSettings, ReplaySettings, Settings
-from integr8s_idem.engine.store_client import describe_error
+from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.errors import ApplicationError, UndecodableEventError
 from integr8s_idem.keys import LAST_GENERATION
 from integr8s_idem.worker.kafka_protocols import Record

@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.outcomes import error_of
-from integr8s_idem.engine.store_client import describe_error
 from integr8s_idem.engine.work import HandlerFailed, Outcome
 from integr8s_idem.errors import (
     EventTooLargeError,

@@ -18,8 +18,8 @@ from rich.console import Console
 from integr8s_idem.cli.log_format import log_as_json, log_as_text
 from integr8s_idem.config import IdempotencyConfig, KafkaSettings, RedisStoreSettings, Settings, load_settings
 from integr8s_idem.config.urls import redacted
+from integr8s_idem.engine.error_text import LONGEST_ERROR, describe_error
 from integr8s_idem.engine.manager import IdempotencyManager
-from integr8s_idem.engine.store_client import LONGEST_ERROR, describe_error
 from integr8s_idem.errors import PublishError, StoreError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from integr8s_idem.engine.store_client import LONGEST_ERROR
+from integr8s_idem.engine.error_text import LONGEST_ERROR
 from integr8s_idem.errors import InvalidKeyError, UndecodableEventError
 from integr8s_idem.events import BaseEvent, EventDecoder, _read_carefully, encode_event, event_headers, read_json
 from integr8s_idem.keys import MAX_KEY_LENGTH, KeyResolver, KeySpace, KeyStrategy
