@@ -547,6 +547,7 @@ class MemoryMessage:
             "partition": number,
             "offset": offset,
             "value": work.encode(),
+            "key": None,
             "headers": [("event_id", work.encode())],
             "error": None,
         }
