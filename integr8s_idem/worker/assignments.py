@@ -86,6 +86,7 @@ class Delivery:
         "_processing",
         "assignment",
         "context",
+        "event_type",
         "is_abandoned",
         "is_prepared",
         "record",
@@ -103,6 +104,8 @@ class Delivery:
         """Tasks that are handling it, without those that have not waited for anything."""
         self.size = len(record.value or b"") + len(record.key or b"")
         """Approximate size in memory, in bytes."""
+        self.event_type = ""
+        """Empty until it is decoded, and if it cannot be decoded."""
         self.is_abandoned = False
         """Whether it was released unsettled, to be redelivered."""
         self.recorded: RecordedDelivery | None = None

@@ -421,7 +421,7 @@ class ServiceWorker:
         if delivery.assignment.ended:
             # Settled after the partition was revoked: its next owner will find the record (R2).
             self._processor.tally.stale += 1
-            self.observer.count(Signal.STALE_COMPLETION)
+            self.observer.count(Signal.STALE_COMPLETION, delivery.event_type)
         else:
             delivery.assignment.progress.finish(delivery.record.offset)
 

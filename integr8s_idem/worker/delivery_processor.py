@@ -135,6 +135,7 @@ class DeliveryProcessor:
             self.observer.count(Signal.UNDECODABLE, reason=error.reason)
             dead_letter = DeadLetter(error.reason, error, generation=decision.generation)
             return Decoded((), dead_letter, self.observer.processing(record, "", ""))
+        delivery.event_type = event.event_type
         self.observer.count(Signal.DELIVERED, event.event_type)
         processing = self.observer.processing(record, event.event_type, event.event_id)
         if decision is not NO_REPLAY:

@@ -1,0 +1,116 @@
+"""The collector of Prometheus: builds the metrics of a scrape from the plain numbers of all services."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from threading import Lock
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
+
+from integr8s_idem.telemetry import Gauge, Signal
+from integr8s_idem.telemetry.metric_help import HELP
+from integr8s_idem.telemetry.metric_labels import counter_labels, gauge_labels
+from integr8s_idem.telemetry.metric_series import BUCKETS, EMPTY_ROW, ServiceSeries, counted
+
+_BOUNDS: Final = [*map(floatToGoString, BUCKETS), "+Inf"]
+
+
+class MetricsCollector:
+    """Collector of one registry, for all services of the process."""
+
+    def __init__(self) -> None:
+        self.services: dict[str, ServiceSeries] = {}
+        self.gauges = {
+            gauge: prometheus_client.Gauge(gauge.value, HELP.get(gauge, ""), gauge_labels(gauge), registry=None)
+            for gauge in Gauge
+        }
+
+    def describe(self) -> Iterable[Metric]:
+        """Return the metrics without series, to register their names."""
+        return self._metrics({})
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics with their current values."""
+        return self._metrics(self.services.copy())
+
+    def _metrics(self, services: Mapping[str, ServiceSeries]) -> Iterable[Metric]:
+        families = _Families()
+        for name, service in services.items():
+            families.add(name, service)
+        yield from families.counters.values()
+        for gauge in self.gauges.values():
+            yield from gauge.collect()
+        yield families.phases
+        yield families.processing
+
+
+class _Families:
+    """The counters and histograms of a scrape."""
+
+    def __init__(self) -> None:
+        self.counters = {
+            signal: CounterMetricFamily(signal.value, HELP.get(signal, ""), labels=counter_labels(signal))
+            for signal in Signal
+        }
+        self.phases = HistogramMetricFamily(
+            "idempotency_phase_seconds", "Duration of a phase in seconds.", labels=["service", "phase", "event_type"]
+        )
+        self.processing = HistogramMetricFamily(
+            "idempotency_processing_seconds",
+            "Duration of a delivery in seconds, from decoding until it is settled or released.",
+            labels=["service", "event_type"],
+        )
+        self._has_created = _has_created_series()
+
+    def add(self, name: str, service: ServiceSeries) -> None:
+        """Add the series of a service."""
+        totals = service.tallies.totals()
+        for (signal, event_type, reason), created in service.counters.copy().items():
+            labels = {"service": name, "event_type": event_type, "reason": reason}
+            values = [labels[label] for label in counter_labels(signal)]
+            count = totals.counts.get(event_type, {}).get(counted(signal, reason), 0)
+            self.counters[signal].add_metric(values, count, created if self._has_created else None)
+        for (phase, event_type), created in service.histograms.copy().items():
+            row = totals.times.get(event_type, {}).get(phase, EMPTY_ROW)
+            if phase is None:
+                self._add_histogram(self.processing, [name, event_type], row, created)
+            else:
+                self._add_histogram(self.phases, [name, phase.name.lower(), event_type], row, created)
+
+    def _add_histogram(
+        self, family: HistogramMetricFamily, values: Sequence[str], row: Sequence[float], created: float
+    ) -> None:
+        *counts, seconds = row
+        family.add_metric(values, list(zip(_BOUNDS, accumulate(counts), strict=True)), seconds)
+        if self._has_created:
+            # The last sample is the sum, which has only the labels of the histogram.
+            family.samples.append(Sample(f"{family.name}_created", family.samples[-1].labels, created))
+
+
+def _has_created_series() -> bool:
+    """Whether prometheus_client exports creation times, which an environment variable can disable."""
+    (family,) = Counter("any", "Any.", registry=None).collect()
+    return len(family.samples) > 1
+
+
+_collectors: WeakKeyDictionary[CollectorRegistry, MetricsCollector] = WeakKeyDictionary()
+_registry_lock = Lock()
+
+
+def series_of(name: str, registry: CollectorRegistry) -> tuple[ServiceSeries, MetricsCollector]:
+    with _registry_lock:
+        collector = _collectors.get(registry)
+        if collector is None:
+            collector = MetricsCollector()
+            registry.register(collector)
+            _collectors[registry] = collector
+        if name not in collector.services:
+            collector.services[name] = ServiceSeries()
+        return collector.services[name], collector
