@@ -29,7 +29,10 @@ _SILENT_SPAN: Final = _SILENT_PHASE.__enter__()
 
 
 def combined(*observers: Observer) -> Observer:
-    """Return an observer that calls all of `observers`; a single observer is not wrapped."""
+    """Return an observer that calls all of `observers`; a single observer is not wrapped.
+
+    List observers of spans before those of metrics, whose histograms then have exemplars with the ids of the spans.
+    """
     active = [observer for observer in observers if observer is not SILENT]
     if not active:
         return SILENT
@@ -133,7 +136,14 @@ class _PairOfPhases:
             raise
         if first is _SILENT_SPAN:
             return second
+        self._note_trace(first)
         return first if second is _SILENT_SPAN else _PairOfSpans(first, second)
+
+    def _note_trace(self, span: Span) -> None:
+        """Let the second phase, if it is a measurement, name the recorded span of the first one as an exemplar."""
+        note = getattr(self._second, "note_trace", None)
+        if note is not None and (trace := span.trace()) is not None:
+            note(trace)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

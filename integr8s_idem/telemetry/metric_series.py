@@ -9,8 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from threading import Lock
 from time import time
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
+from integr8s_idem.records import TraceLink
 from integr8s_idem.telemetry import Phase, Signal
 from integr8s_idem.telemetry.metric_labels import (
     DEAD_LETTER_REASONS,
@@ -40,6 +41,17 @@ def counted(signal: Signal, reason: str) -> Counted:
     return (signal, reason) if signal in WITH_REASON else signal
 
 
+class Exemplar(NamedTuple):
+    """A recorded span whose duration is in a bucket of a histogram."""
+
+    trace: TraceLink
+    seconds: float
+    at: float
+    """The time at which it ended, in seconds since 1970."""
+    scrape: int
+    """How many scrapes there had been."""
+
+
 class ServiceSeries:
     """The series of a service and their values."""
 
@@ -49,6 +61,9 @@ class ServiceSeries:
         """Creation time of each counter, by signal, event type and reason."""
         self.histograms: dict[tuple[Measured, str], float] = {}
         """Creation time of each histogram, by phase and event type."""
+        self.exemplars: dict[tuple[Measured, str], list[Exemplar | None]] = {}
+        """One for each bucket that has one, by phase and event type."""
+        self.scrapes = 0
         self._event_types = BoundedLabels()
         self._topics = BoundedLabels()
         self._reasons = BoundedLabels(MAX_REASONS, known=(*UNDECODABLE_REASONS, *DEAD_LETTER_REASONS))
@@ -81,6 +96,15 @@ class ServiceSeries:
             row = self.times(measured, event_type)
         row[bisect_left(BUCKETS, seconds)] += times
         row[-1] += seconds * times
+
+    def exemplify(self, measured: Measured, event_type: str, seconds: float, trace: TraceLink) -> None:
+        """Keep a recorded span as the exemplar of its bucket, unless the bucket has got one since the last scrape."""
+        key = (measured, self._event_type(event_type))
+        buckets = self.exemplars.get(key) or self.exemplars.setdefault(key, [None] * (len(BUCKETS) + 1))
+        bucket = bisect_left(BUCKETS, seconds)
+        kept = buckets[bucket]
+        if kept is None or kept.scrape != self.scrapes:
+            buckets[bucket] = Exemplar(trace, seconds, time(), self.scrapes)
 
     def topic(self, name: str) -> str:
         """Return the label for a topic."""

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.samples import Exemplar as OpenMetricsExemplar
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.telemetry.metric_help import HELP
 from integr8s_idem.telemetry.metric_labels import counter_labels, gauge_labels
-from integr8s_idem.telemetry.metric_series import BUCKETS, EMPTY_ROW, ServiceSeries, counted
+from integr8s_idem.telemetry.metric_series import BUCKETS, EMPTY_ROW, Exemplar, ServiceSeries, counted
 
 _BOUNDS: Final = [*map(floatToGoString, BUCKETS), "+Inf"]
+_NO_EXEMPLARS: Final = (None,) * len(_BOUNDS)
 
 
 class MetricsCollector:
@@ -79,19 +81,36 @@ class _Families:
             self.counters[signal].add_metric(values, count, created if self._has_created else None)
         for (phase, event_type), created in service.histograms.copy().items():
             row = totals.times.get(event_type, {}).get(phase, EMPTY_ROW)
+            exemplars = service.exemplars.get((phase, event_type), _NO_EXEMPLARS)
             if phase is None:
-                self._add_histogram(self.processing, [name, event_type], row, created)
+                self._add_histogram(self.processing, [name, event_type], row, exemplars, created)
             else:
-                self._add_histogram(self.phases, [name, phase.name.lower(), event_type], row, created)
+                self._add_histogram(self.phases, [name, phase.name.lower(), event_type], row, exemplars, created)
+        service.scrapes += 1  # from now on, each bucket takes a new exemplar
 
     def _add_histogram(
-        self, family: HistogramMetricFamily, values: Sequence[str], row: Sequence[float], created: float
+        self,
+        family: HistogramMetricFamily,
+        values: Sequence[str],
+        row: Sequence[float],
+        exemplars: Sequence[Exemplar | None],
+        created: float,
     ) -> None:
         *counts, seconds = row
-        family.add_metric(values, list(zip(_BOUNDS, accumulate(counts), strict=True)), seconds)
+        # The exposition in the older text format leaves exemplars out.
+        buckets: Any = list(zip(_BOUNDS, accumulate(counts), map(_exported, exemplars), strict=True))
+        family.add_metric(values, buckets, seconds)
         if self._has_created:
             # The last sample is the sum, which has only the labels of the histogram.
             family.samples.append(Sample(f"{family.name}_created", family.samples[-1].labels, created))
+
+
+def _exported(exemplar: Exemplar | None) -> OpenMetricsExemplar | None:
+    if exemplar is None:
+        return None
+    trace = exemplar.trace
+    ids = {"trace_id": trace.trace_id.hex(), "span_id": trace.span_id.hex()}
+    return OpenMetricsExemplar(ids, exemplar.seconds, exemplar.at)
 
 
 def _has_created_series() -> bool:

@@ -11,6 +11,7 @@ from typing import Final
 import prometheus_client
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from integr8s_idem.records import TraceLink
 from integr8s_idem.telemetry import SILENT, Gauge, Phase, ReceivedMessage, Signal, SilentObserver, Span
 from integr8s_idem.telemetry.metric_series import Measured, ServiceSeries
 from integr8s_idem.telemetry.metrics_collector import series_of
@@ -68,12 +69,13 @@ class PrometheusObserver(SilentObserver):
 
 
 class _Timed:
-    __slots__ = ("_event_type", "_measured", "_service", "_start")
+    __slots__ = ("_event_type", "_measured", "_service", "_start", "_trace")
 
     def __init__(self, service: ServiceSeries, measured: Measured, event_type: str, since: float | None = None) -> None:
         self._service = service
         self._measured = measured
         self._event_type = event_type
+        self._trace: TraceLink | None = None
         # Starts here, not in `__enter__`: the time in which a delivery waits for the rest of its batch counts.
         self._start = perf_counter() if since is None else since
 
@@ -83,4 +85,11 @@ class _Timed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._service.observe(self._measured, self._event_type, perf_counter() - self._start)
+        seconds = perf_counter() - self._start
+        self._service.observe(self._measured, self._event_type, seconds)
+        if self._trace is not None:
+            self._service.exemplify(self._measured, self._event_type, seconds, self._trace)
+
+    def note_trace(self, trace: TraceLink) -> None:
+        """Let the span that records this phase be an exemplar of its duration."""
+        self._trace = trace
