@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import Context
 from types import TracebackType
 from typing import Final, Protocol
 
-from integr8s_idem.records import TraceLink
+from integr8s_idem.records import Database, TraceLink
 from integr8s_idem.telemetry import (
     SILENT,
     Gauge,
@@ -21,6 +21,7 @@ from integr8s_idem.telemetry import (
     Signal,
     SilentObserver,
     Span,
+    StoreTimer,
     is_recorded,
 )
 
@@ -98,6 +99,18 @@ class CompositeObserver:
         """Set a gauge."""
         for observer in self._observers:
             observer.measure(gauge, value, part)
+
+    def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:
+        """Return what passes the durations of calls to all observers that measure them."""
+        timers = [timer for observer in self._observers if (timer := observer.store_timer(database)) is not None]
+        if len(timers) < 2:
+            return timers[0] if timers else None
+
+        def all_timers(operation: str, since: float, error: BaseException | None = None) -> None:
+            for timer in timers:
+                timer(operation, since, error)
+
+        return all_timers
 
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
         """Let each observer add its trace context."""

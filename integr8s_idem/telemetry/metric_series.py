@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from integr8s_idem.records import TraceLink
 from integr8s_idem.telemetry import Phase, Signal
+from integr8s_idem.telemetry.convention_metrics import ConventionSeries
 from integr8s_idem.telemetry.metric_labels import (
     DEAD_LETTER_REASONS,
     MAX_REASONS,
@@ -64,6 +65,7 @@ class ServiceSeries:
         self.exemplars: dict[tuple[Measured, str], list[Exemplar | None]] = {}
         """One for each bucket that has one, by phase and event type."""
         self.scrapes = 0
+        self.conventions = ConventionSeries()
         self._event_types = BoundedLabels()
         self._topics = BoundedLabels()
         self._reasons = BoundedLabels(MAX_REASONS, known=(*UNDECODABLE_REASONS, *DEAD_LETTER_REASONS))

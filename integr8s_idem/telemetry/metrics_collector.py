@@ -16,6 +16,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from integr8s_idem.telemetry import Gauge, Signal
+from integr8s_idem.telemetry.convention_metrics import METRICS, ConventionMetric, ConventionSeries
 from integr8s_idem.telemetry.metric_help import HELP
 from integr8s_idem.telemetry.metric_labels import counter_labels, gauge_labels
 from integr8s_idem.telemetry.metric_series import BUCKETS, EMPTY_ROW, Exemplar, ServiceSeries, counted
@@ -51,6 +52,7 @@ class MetricsCollector:
             yield from gauge.collect()
         yield families.phases
         yield families.processing
+        yield from families.conventions.values()
 
 
 class _Families:
@@ -69,6 +71,7 @@ class _Families:
             "Duration of a delivery in seconds, from decoding until it is settled or released.",
             labels=["service", "event_type"],
         )
+        self.conventions = {metric: _convention_family(metric) for metric in METRICS}
         self._has_created = _has_created_series()
 
     def add(self, name: str, service: ServiceSeries) -> None:
@@ -87,6 +90,18 @@ class _Families:
             else:
                 self._add_histogram(self.phases, [name, phase.name.lower(), event_type], row, exemplars, created)
         service.scrapes += 1  # from now on, each bucket takes a new exemplar
+        self._add_conventions(name, service.conventions)
+
+    def _add_conventions(self, name: str, series: ConventionSeries) -> None:
+        totals = series.tallies.totals()
+        for (metric, values), created in series.created.copy().items():
+            family, labels = self.conventions[metric], [name, *values]
+            if isinstance(family, CounterMetricFamily):
+                count = totals.counts.get(metric.name, {}).get(values, 0)
+                family.add_metric(labels, count, created if self._has_created else None)
+            elif (row := totals.times.get(metric.name, {}).get(values)) is not None:
+                bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
+                self._add_histogram(family, labels, row, (None,) * len(bounds), created, bounds)
 
     def _add_histogram(
         self,
@@ -95,14 +110,20 @@ class _Families:
         row: Sequence[float],
         exemplars: Sequence[Exemplar | None],
         created: float,
+        bounds: Sequence[str] = _BOUNDS,
     ) -> None:
         *counts, seconds = row
         # The exposition in the older text format leaves exemplars out.
-        buckets: Any = list(zip(_BOUNDS, accumulate(counts), map(_exported, exemplars), strict=True))
+        buckets: Any = list(zip(bounds, accumulate(counts), map(_exported, exemplars), strict=True))
         family.add_metric(values, buckets, seconds)
         if self._has_created:
             # The last sample is the sum, which has only the labels of the histogram.
             family.samples.append(Sample(f"{family.name}_created", family.samples[-1].labels, created))
+
+
+def _convention_family(metric: ConventionMetric) -> CounterMetricFamily | HistogramMetricFamily:
+    family = HistogramMetricFamily if metric.buckets else CounterMetricFamily
+    return family(metric.name, metric.help, labels=["service", *metric.labels])
 
 
 def _exported(exemplar: Exemplar | None) -> OpenMetricsExemplar | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
 from types import TracebackType
@@ -11,8 +11,18 @@ from typing import Final
 import prometheus_client
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from integr8s_idem.records import TraceLink
-from integr8s_idem.telemetry import SILENT, Gauge, Phase, ReceivedMessage, Signal, SilentObserver, Span
+from integr8s_idem.records import Database, TraceLink
+from integr8s_idem.telemetry import (
+    SILENT,
+    Gauge,
+    Phase,
+    ReceivedMessage,
+    Signal,
+    SilentObserver,
+    Span,
+    StoreTimer,
+)
+from integr8s_idem.telemetry.convention_metrics import DatabaseTimer
 from integr8s_idem.telemetry.metric_series import Measured, ServiceSeries
 from integr8s_idem.telemetry.metrics_collector import series_of
 
@@ -59,6 +69,10 @@ class PrometheusObserver(SilentObserver):
         """Set `gauge` to `value`."""
         child = self._gauges.get((gauge, part))
         (child or self._gauge(gauge, part)).set(value)
+
+    def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:
+        """Measure the calls to a store."""
+        return DatabaseTimer(self._service.conventions, database)
 
     def _gauge(self, gauge: Gauge, part: str) -> prometheus_client.Gauge:
         topic = self._service.topic(part)
