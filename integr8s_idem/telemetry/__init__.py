@@ -237,6 +237,15 @@ class Observer(Protocol):
         """Set a gauge to a count, or to seconds if its name ends in `_seconds`; `part` is the topic of a lag."""
         ...
 
+    def offsets_committed(self, *, since: float, error: BaseException | None = None) -> None:
+        """Observe a commit of offsets that ends now.
+
+        Args:
+            since: When it began, by `time.perf_counter`.
+            error: Why it failed.
+        """
+        ...
+
     def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:
         """Return what receives the durations of the calls to a store, or `None` to not measure them.
 
@@ -294,6 +303,9 @@ class SilentObserver:
         """Do nothing."""
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
+        """Do nothing."""
+
+    def offsets_committed(self, *, since: float, error: BaseException | None = None) -> None:
         """Do nothing."""
 
     def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:

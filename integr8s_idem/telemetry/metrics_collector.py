@@ -16,7 +16,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from integr8s_idem.telemetry import Gauge, Signal
-from integr8s_idem.telemetry.convention_metrics import METRICS, ConventionMetric, ConventionSeries
+from integr8s_idem.telemetry.convention_metrics import DATABASE_OPERATIONS, METRICS, ConventionMetric, ConventionSeries
 from integr8s_idem.telemetry.metric_help import HELP
 from integr8s_idem.telemetry.metric_labels import counter_labels, gauge_labels
 from integr8s_idem.telemetry.metric_series import BUCKETS, EMPTY_ROW, Exemplar, ServiceSeries, counted
@@ -52,7 +52,10 @@ class MetricsCollector:
             yield from gauge.collect()
         yield families.phases
         yield families.processing
-        yield from families.conventions.values()
+        for metric, family in families.conventions.items():
+            # The messaging metrics are optional; their names are reserved, but not listed without a series.
+            if family.samples or metric is DATABASE_OPERATIONS or not services:
+                yield family
 
 
 class _Families:

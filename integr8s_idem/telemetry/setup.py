@@ -138,11 +138,11 @@ def observer_for(settings: TelemetrySettings, service: str, *, group: str | None
 
     The same arguments return the same observer.
     """
-    return _observer(settings.metrics_enabled, settings.span_keys, service, group)
+    return _observer(settings.metrics_enabled, settings.messaging_metrics, settings.span_keys, service, group)
 
 
 @cache
-def _observer(metrics: bool, span_keys: bool, service: str, group: str | None) -> Observer:
+def _observer(metrics: bool, messaging: bool, span_keys: bool, service: str, group: str | None) -> Observer:
     from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 
     spans = OpenTelemetryObserver(service, span_keys=span_keys, group=group)
@@ -150,7 +150,11 @@ def _observer(metrics: bool, span_keys: bool, service: str, group: str | None) -
         return spans
     from integr8s_idem.telemetry.prometheus import PrometheusObserver
 
-    return combined(spans, PrometheusObserver(service))
+    if not messaging:
+        return combined(spans, PrometheusObserver(service))
+    from integr8s_idem.telemetry.messaging_metrics import MessagingMetricsObserver
+
+    return combined(spans, PrometheusObserver(service), MessagingMetricsObserver(service, group=group))
 
 
 def _has_provider() -> bool:

@@ -146,6 +146,11 @@ class Delivery:
         self._pending -= 1
         return self._pending == 0
 
+    def fail(self, error: BaseException | str) -> None:
+        """Mark its processing as failed, if it is observed but not recorded; see `recorded` otherwise."""
+        if self._processing is not None:
+            self._processing.span.fail(error)
+
     def end(self) -> None:
         """End the span of its processing."""
         processing, self._processing = self._processing, None

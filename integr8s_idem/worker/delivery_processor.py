@@ -273,6 +273,8 @@ class DeliveryProcessor:
             delivery.recorded.dead_lettered(
                 dead_letter.reason, cause, dead_letter.attempts, is_decoded=bool(dead_letter.event_type)
             )
+        else:
+            delivery.fail(cause if isinstance(cause, BaseException) else dead_letter.reason)
         logger.error(
             "dead-lettered %s[%d]@%d to %s: %s",
             record.topic,

@@ -72,6 +72,9 @@ class Recorder:
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
         self._record(f"{gauge.name} {value} {part}")
 
+    def offsets_committed(self, *, since: float, error: BaseException | None = None) -> None:
+        self._record(f"commit since {since} {error!r}")
+
     def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:
         def timer(operation: str, since: float, error: BaseException | None = None) -> None:
             self._record(f"{operation} of {database().system} since {since} {error!r}")
@@ -260,3 +263,11 @@ def test_calls_to_a_store_are_timed_by_all_observers_that_measure_them() -> None
 
 def test_without_an_observer_that_measures_calls_there_is_no_timer() -> None:
     assert combined(SilentObserver(), SilentObserver()).store_timer(lambda: Database("redis")) is None
+
+
+def test_commits_are_observed_by_all_observers() -> None:
+    story: list[str] = []
+
+    combined(Recorder("a", story), Recorder("b", story)).offsets_committed(since=1.0, error=KeyError("k"))
+
+    assert story == ["a commit since 1.0 KeyError('k')", "b commit since 1.0 KeyError('k')"]
