@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from integr8s_idem._util.fast_dataclass import quick
 
@@ -215,6 +215,19 @@ class IdempotencyRecord:
     """While processing: whether the current attempt runs alone in its process."""
     seen_at: datetime | None = field(default=None, compare=False)
     """When the record was read, by the store's clock, to compute the rest of its lease; `None` if unknown."""
+
+
+class Database(NamedTuple):
+    """The database of a store, in the terms of OpenTelemetry's conventions for databases."""
+
+    system: str
+    """`db.system.name`: `redis`, `postgresql`, `mysql`, `mariadb`, `sqlite`, `aws.dynamodb`, …"""
+    namespace: str = ""
+    """`db.namespace`: the name or number of the database within its server.  Empty if unknown."""
+    address: str = ""
+    """`server.address`: host name, address or socket of the server.  Empty if unknown, or if there are several."""
+    port: int | None = None
+    """`server.port`, if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,6 +167,8 @@ class TelemetrySettings(Section):
     """Port of /metrics, /healthz and /readyz; 0 picks a free port."""
     metrics_enabled: bool = True
     """Serve /metrics, /healthz and /readyz."""
+    messaging_metrics: bool = False
+    """Add the metrics of OpenTelemetry's messaging conventions, messaging_*."""
     keys_active_interval_seconds: Seconds = 30
     """Interval at which the active keys in the store are counted."""
     spans: Literal["off", "otlp", "console"] = "off"

@@ -9,6 +9,7 @@ such as a process that is suspended between the check and the call, are covered 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from itertools import groupby
@@ -279,7 +280,8 @@ class LeaseKeeper:
         try:
             answers: Iterable[bool] = await self._repository.renew([lease.reservation for lease in leases], duration)
         except StoreError:
-            self._observer.count(Signal.STORE_ERROR)
+            for event_type, number in Counter(lease.work.event_type for lease in leases).items():
+                self._observer.count(Signal.STORE_ERROR, event_type, number)
             return
         for lease, still_held in zip(leases, answers, strict=True):
             if lease not in self.held:
@@ -308,7 +310,7 @@ class LeaseKeeper:
         try:
             again = await self._reserve_anew(lease.work)
         except StoreError:
-            self._observer.count(Signal.STORE_ERROR)
+            self._observer.count(Signal.STORE_ERROR, lease.work.event_type)
             return
         if lease not in self.held:
             return

@@ -28,6 +28,7 @@ from integr8s_idem.engine.batch_leases import BatchLeases
 from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.iterators import refuse_iterator
 from integr8s_idem.engine.leases import LeaseKeeper
+from integr8s_idem.engine.measured_store import measured
 from integr8s_idem.engine.outcomes import error_of
 from integr8s_idem.engine.results import decode_result, refuse_call, refuse_generator, return_type_of
 from integr8s_idem.engine.run import RunOptions
@@ -98,6 +99,8 @@ class IdempotencyManager:
         self.checked_ttl(self.config.ttl)
         self._wait_timeout = self.config.wait_timeout
         self.repository = repository
+        self.measured_repository = measured(repository, observer)
+        """`repository`, with its calls measured; of the optional protocols, it has only `PurgeSupport`."""
         # Checked only once, because it takes as long as ten function calls.
         self._joining = repository if isinstance(repository, JoiningRepository) else None
         self.observer = observer
@@ -105,8 +108,8 @@ class IdempotencyManager:
         self.owner = (owner or f"{scope}@{socket.gethostname()}:{os.getpid()}")[:128]
         self._clock = clock
         self._in_scopes: dict[str, IdempotencyManager] = {}
-        self._store_client = StoreClient(self.config, repository, observer, scope, self.owner)
-        self._leases = LeaseKeeper(repository, scope, self._store_client.reserved_anew, observer, clock)
+        self._store_client = StoreClient(self.config, self.measured_repository, observer, scope, self.owner)
+        self._leases = LeaseKeeper(self.measured_repository, scope, self._store_client.reserved_anew, observer, clock)
         self._batch_leases = BatchLeases()
         self.executor = Executor(self.config, self._store_client, self._leases, observer)
         """Executes single attempts, for code that settles deliveries."""
@@ -133,7 +136,7 @@ class IdempotencyManager:
     def _store(self) -> IdempotencyRepository:
         """The repository, after the check for forks."""
         self._store_client.home.check()
-        return self.repository
+        return self.measured_repository
 
     def in_scope(self, scope: str) -> IdempotencyManager:
         """Return a manager for another scope with the same configuration; it is closed together with this one."""
@@ -387,7 +390,7 @@ class IdempotencyManager:
         """
         manager, run = self._current_run()
         if run.steps is None:
-            run.steps = Steps(manager.space, manager.executor, manager.repository, run)
+            run.steps = Steps(manager.space, manager.executor, manager.measured_repository, run)
         assert isinstance(run.steps, Steps)
         return run.steps
 

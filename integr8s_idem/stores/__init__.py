@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from integr8s_idem.records import (
     Completion,
     Corrupt,
+    Database,
     Failure,
     IdempotencyRecord,
     Reserved,
@@ -18,7 +19,15 @@ from integr8s_idem.records import (
     Verdict,
 )
 
-__all__ = ["IdempotencyRepository", "JoinedRepository", "JoiningRepository", "PurgeSupport", "RecordAdmin", "Surveyed"]
+__all__ = [
+    "DatabaseStore",
+    "IdempotencyRepository",
+    "JoinedRepository",
+    "JoiningRepository",
+    "PurgeSupport",
+    "RecordAdmin",
+    "Surveyed",
+]
 
 
 @runtime_checkable
@@ -119,6 +128,16 @@ class JoiningRepository(IdempotencyRepository, Protocol):
 
     def joined(self, held: Any) -> JoinedRepository:
         """Return a store that works within the transaction of `held`, a session or a connection."""
+        ...
+
+
+@runtime_checkable
+class DatabaseStore(Protocol):
+    """Optional protocol of stores in a database, whose calls are measured (`db_client_operation_duration_seconds`)."""
+
+    @property
+    def database(self) -> Database:
+        """The database.  Details may become known with the first connection."""
         ...
 
 

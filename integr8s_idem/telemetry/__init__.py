@@ -7,7 +7,7 @@ only through `Span.annotate`, and only if a setting allows it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Final, Protocol
 
 from integr8s_idem._util.fast_dataclass import quick
-from integr8s_idem.records import TraceLink
+from integr8s_idem.records import Database, TraceLink
 
 __all__ = [
     "SILENT",
@@ -30,6 +30,7 @@ __all__ = [
     "Signal",
     "SilentObserver",
     "Span",
+    "StoreTimer",
     "is_recorded",
 ]
 
@@ -178,6 +179,20 @@ class Span(Protocol):
         ...
 
 
+class StoreTimer(Protocol):
+    """Receives the durations of calls to a store.  Must not raise and must not block."""
+
+    def __call__(self, operation: str, since: float, error: BaseException | None = None) -> None:
+        """Observe a call that ends now.
+
+        Args:
+            operation: The name of the store's method, such as `reserve`.
+            since: When it began, by `time.perf_counter`.
+            error: The exception that it raised.
+        """
+        ...
+
+
 class Observer(Protocol):
     """Receives telemetry.  Its methods must not raise and must not block."""
 
@@ -239,6 +254,23 @@ class Observer(Protocol):
         """Set a gauge to a count, or to seconds if its name ends in `_seconds`; `part` is the topic of a lag."""
         ...
 
+    def offsets_committed(self, *, since: float, error: BaseException | None = None) -> None:
+        """Observe a commit of offsets that ends now.
+
+        Args:
+            since: When it began, by `time.perf_counter`.
+            error: Why it failed.
+        """
+        ...
+
+    def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:
+        """Return what receives the durations of the calls to a store, or `None` to not measure them.
+
+        Args:
+            database: Returns the store's database; the details may be known only after a call that succeeded.
+        """
+        ...
+
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
         """Add the current trace context to the headers of an outgoing message."""
         ...
@@ -291,6 +323,12 @@ class SilentObserver:
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
         """Do nothing."""
+
+    def offsets_committed(self, *, since: float, error: BaseException | None = None) -> None:
+        """Do nothing."""
+
+    def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:
+        return None
 
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
         """Do nothing."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import Context
 from types import TracebackType
 from typing import Final, Protocol
 
-from integr8s_idem.records import TraceLink
+from integr8s_idem.records import Database, TraceLink
 from integr8s_idem.telemetry import (
     SILENT,
     Gauge,
@@ -22,6 +22,7 @@ from integr8s_idem.telemetry import (
     Signal,
     SilentObserver,
     Span,
+    StoreTimer,
     is_recorded,
 )
 
@@ -30,7 +31,10 @@ _SILENT_SPAN: Final = _SILENT_PHASE.__enter__()
 
 
 def combined(*observers: Observer) -> Observer:
-    """Return an observer that calls all of `observers`; a single observer is not wrapped."""
+    """Return an observer that calls all of `observers`; a single observer is not wrapped.
+
+    List observers of spans before those of metrics, whose histograms then have exemplars with the ids of the spans.
+    """
     active = [observer for observer in observers if observer is not SILENT]
     if not active:
         return SILENT
@@ -99,6 +103,23 @@ class CompositeObserver:
         for observer in self._observers:
             observer.measure(gauge, value, part)
 
+    def offsets_committed(self, *, since: float, error: BaseException | None = None) -> None:
+        """Observe a commit of offsets."""
+        for observer in self._observers:
+            observer.offsets_committed(since=since, error=error)
+
+    def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:
+        """Return what passes the durations of calls to all observers that measure them."""
+        timers = [timer for observer in self._observers if (timer := observer.store_timer(database)) is not None]
+        if len(timers) < 2:
+            return timers[0] if timers else None
+
+        def all_timers(operation: str, since: float, error: BaseException | None = None) -> None:
+            for timer in timers:
+                timer(operation, since, error)
+
+        return all_timers
+
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
         """Let each observer add its trace context."""
         for observer in self._observers:
@@ -136,7 +157,14 @@ class _PairOfPhases:
             raise
         if first is _SILENT_SPAN:
             return second
+        self._note_trace(first)
         return first if second is _SILENT_SPAN else _PairOfSpans(first, second)
+
+    def _note_trace(self, span: Span) -> None:
+        """Let the second phase, if it is a measurement, name the recorded span of the first one as an exemplar."""
+        note = getattr(self._second, "note_trace", None)
+        if note is not None and (trace := span.trace()) is not None:
+            note(trace)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -46,3 +46,9 @@ INTERRUPTED: Final = "idempotency.interrupted"
 """Name of the exception that ended a phase without an error, such as a cancellation."""
 RELATION: Final = "idempotency.relation"
 """Of a link: a `Relation`."""
+
+
+def error_type_of(error: BaseException) -> str:
+    """Return the value of `error.type` for an exception: the full name of its class."""
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

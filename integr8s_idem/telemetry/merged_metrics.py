@@ -8,13 +8,13 @@ would then count all events again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, Final, TypeAlias
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
+from prometheus_client.samples import Exemplar, Sample
 
 from integr8s_idem.telemetry import Gauge
 
@@ -30,10 +30,15 @@ SUPERVISOR_HELP: Final[Mapping[str, str]] = {
 """The metrics that only a supervisor has, with their HELP texts."""
 
 Families: TypeAlias = Sequence[Sequence[Any]]
-"""Metrics as JSON: name, help, type, unit, and a list of samples, each a name, labels and a value."""
+"""Metrics as JSON: name, help, type, unit, and a list of samples, each a name, labels, a value, and an exemplar if any.
+
+An exemplar is a list of labels, value, and time in seconds since 1970.
+"""
 
 _Key: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 """Name and labels of a sample."""
+_Exemplar: TypeAlias = tuple[dict[str, str], float, float | None]
+"""Labels, value, and time in seconds since 1970, if known."""
 _Combine: TypeAlias = Callable[[float, float], float]
 
 _ADDED: Final = frozenset({"counter", "histogram", "gaugehistogram", "summary"})
@@ -73,10 +78,18 @@ def plain_families(collected: Iterable[Metric]) -> list[list[Any]]:
             family.type,
             family.unit,
             # Collectors of applications yield any kind of number.
-            [[sample.name, sample.labels, float(sample.value)] for sample in family.samples],
+            [_plain_sample(sample) for sample in family.samples],
         ]
         for family in collected
     ]
+
+
+def _plain_sample(sample: Sample) -> list[Any]:
+    plain = [sample.name, sample.labels, float(sample.value)]
+    if sample.exemplar is None:
+        return plain
+    labels, value, at = sample.exemplar
+    return [*plain, [labels, float(value), None if at is None else float(at)]]
 
 
 @dataclass
@@ -85,15 +98,24 @@ class _Family:
     kind: str
     unit: str
     samples: dict[_Key, float] = field(default_factory=dict)
+    exemplars: dict[_Key, _Exemplar] = field(default_factory=dict)
+    """The latest of all processes.  They are kept when their process ends: its trace can still be found."""
 
     def add(self, name: str, number: int, samples: Iterable[Sequence[Any]]) -> None:
         """Add the samples of a process to those of the others."""
-        for sample, labels, value in samples:
+        for sample, labels, value, *exemplar in samples:
             combine = _combination(name, self.kind, sample, labels)
             if combine is None:
                 labels, combine = {**labels, LABEL: str(number)}, max
             key = (sample, tuple(labels.items()))
             self.samples[key] = combine(self.samples[key], value) if key in self.samples else value
+            if exemplar:
+                self._keep(key, exemplar[0])
+
+    def _keep(self, key: _Key, exemplar: _Exemplar) -> None:
+        kept = self.exemplars.get(key)
+        if kept is None or (kept[2] or 0) < (exemplar[2] or 0):
+            self.exemplars[key] = exemplar
 
 
 def _combination(name: str, kind: str, sample: str, labels: Mapping[str, str]) -> _Combine | None:
@@ -128,15 +150,22 @@ class MergedMetrics(Collector):
         """Return the combined metrics."""
         with self._lock:
             merged = {
-                name: _Family(family.documentation, family.kind, family.unit, dict(family.samples))
+                name: replace(family, samples=dict(family.samples), exemplars=dict(family.exemplars))
                 for name, family in self._ended.items()
             }
             for number, families in sorted(self._latest.items()):
                 _merge(merged, number, families)
         for name, family in merged.items():
             metric = Metric(name, family.documentation, family.kind, family.unit)
-            metric.samples = [Sample(sample, dict(labels), value) for (sample, labels), value in family.samples.items()]
+            metric.samples = [
+                Sample(key[0], dict(key[1]), value, exemplar=_exported(family.exemplars.get(key)))
+                for key, value in family.samples.items()
+            ]
             yield metric
+
+
+def _exported(exemplar: _Exemplar | None) -> Exemplar | None:
+    return None if exemplar is None else Exemplar(*exemplar)
 
 
 def _merge(into: dict[str, _Family], number: int, families: Families) -> None:

@@ -26,7 +26,7 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.CORRUPT_RECORD: "Records that could not be read.",
     Signal.RESULT_DROPPED: "Results not stored because they are too large or cannot be encoded.",
     Signal.RESULT_BYTES: "Bytes of stored results.",
-    Signal.STORE_ERROR: "Failed calls to the store.",
+    Signal.STORE_ERROR: "Failed calls to the store, counted for each unit of work in the call.",
     Signal.PURGED: "Expired records purged in the background.",
     Signal.UNGUARDED: "Handlers run without a reservation.",
     Signal.DELIVERED: "Deliveries received from the broker.",

@@ -273,7 +273,7 @@ class _RecordedPhase:
         return TraceLink(context.trace_id.to_bytes(16), context.span_id.to_bytes(8))
 
     def _record(self, error: BaseException) -> None:
-        name = _type_name(error)
+        name = names.error_type_of(error)
         if not isinstance(error, Exception):
             # A cancellation is not an error of the phase.
             self._span.set_attribute(names.INTERRUPTED, name)
@@ -328,11 +328,6 @@ def _carrier(headers: Headers) -> dict[str, str]:
     """Return the W3C headers; if a name is repeated, the last one, which the nearest hop added."""
     # Kafka allows headers without a value, although the type does not.
     return {name: value.decode("latin-1") for name, value in headers if name in _W3C_HEADERS and value}
-
-
-def _type_name(error: BaseException) -> str:
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _text(value: str) -> str:

@@ -132,12 +132,20 @@ def observer_for(
     The same arguments return the same observer.  Spans name the Kafka client and the first broker of `kafka`.
     """
     client_id, servers = ("", "") if kafka is None else (kafka.client_id, kafka.bootstrap_servers)
-    return _observer(settings.metrics_enabled, settings.span_keys, service, group, client_id, servers)
+    return _observer(
+        settings.metrics_enabled,
+        settings.messaging_metrics,
+        settings.span_keys,
+        service,
+        group,
+        client_id,
+        servers,
+    )
 
 
 @cache
 def _observer(
-    metrics: bool, span_keys: bool, service: str, group: str | None, client_id: str, servers: str
+    metrics: bool, messaging: bool, span_keys: bool, service: str, group: str | None, client_id: str, servers: str
 ) -> Observer:
     from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 
@@ -146,7 +154,11 @@ def _observer(
         return spans
     from integr8s_idem.telemetry.prometheus import PrometheusObserver
 
-    return combined(spans, PrometheusObserver(service))
+    if not messaging:
+        return combined(spans, PrometheusObserver(service))
+    from integr8s_idem.telemetry.messaging_metrics import MessagingMetricsObserver
+
+    return combined(spans, PrometheusObserver(service), MessagingMetricsObserver(service, group=group))
 
 
 def _has_provider() -> bool:

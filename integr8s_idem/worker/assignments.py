@@ -88,6 +88,7 @@ class Delivery:
         "_processing",
         "assignment",
         "context",
+        "event_type",
         "is_abandoned",
         "is_prepared",
         "pending",
@@ -106,6 +107,8 @@ class Delivery:
         """Tasks that are handling it, without those that have not waited for anything."""
         self.size = len(record.value or b"") + len(record.key or b"")
         """Approximate size in memory, in bytes."""
+        self.event_type = ""
+        """Empty until it is decoded, and if it cannot be decoded."""
         self.is_abandoned = False
         """Whether it was released unsettled, to be redelivered."""
         self.recorded: RecordedDelivery | None = None
@@ -157,6 +160,11 @@ class Delivery:
         for delivery in deliveries:
             if delivery._processing is not None:  # noqa: SLF001  # of the same class
                 delivery.end()
+
+    def fail(self, error: BaseException | str) -> None:
+        """Mark its processing as failed, if it is observed but not recorded; see `recorded` otherwise."""
+        if self._processing is not None:
+            self._processing.span.fail(error)
 
     def end(self) -> None:
         """End the span of its processing."""

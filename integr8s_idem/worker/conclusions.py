@@ -71,6 +71,8 @@ class Conclusions:
             case HandlerFailed(given_up=False):
                 if (recorded := item.delivery.recorded) is not None:
                     recorded.failed(outcome.error, outcome.attempt)
+                else:
+                    item.delivery.fail(outcome.error)
                 self._wait(item, processor.retry_pause(execution, outcome))
             case _:
                 self._dead_letter_item(item, outcome)
@@ -96,6 +98,8 @@ class Conclusions:
             self._processor.tally.leases_lost += 1
             if item.delivery.recorded is not None:
                 item.delivery.recorded.lost_lease(error)
+            else:
+                item.delivery.fail(error)
             with logging_with(item, attempt=error.attempt):
                 logger.warning("%s", error)
             self._wait(item, self._processor.backoff.pause(1))

@@ -60,7 +60,7 @@ def _ping_of(dispatcher: EventDispatcher) -> Callable[[], Awaitable[StoreHealth]
     manager, outbox = dispatcher.manager, dispatcher.outbox
     if manager is None:
         return None
-    repository = manager.repository
+    repository = manager.measured_repository
 
     async def ping() -> StoreHealth:
         health = await repository.ping()
@@ -150,7 +150,9 @@ class ServiceWorker:
         self._on_first_poll = on_first_poll
         manager = dispatcher.manager
         self._circuit = StoreCircuit(_ping_of(dispatcher), self.observer)
-        self._purger = Purger(name, manager.repository if manager is not None else None, self._circuit, self.observer)
+        self._purger = Purger(
+            name, manager.measured_repository if manager is not None else None, self._circuit, self.observer
+        )
         isolation = isolation or IsolationGate()
         self._processor = DeliveryProcessor(
             name,
@@ -421,7 +423,8 @@ class ServiceWorker:
         if assignment.ended:
             # Settled after the partition was revoked: its next owner will find the records (R2).
             self._processor.tally.stale += len(deliveries)
-            self.observer.count(Signal.STALE_COMPLETION, amount=len(deliveries))
+            for delivery in deliveries:
+                self.observer.count(Signal.STALE_COMPLETION, delivery.event_type)
         else:
             assignment.progress.finish(*[delivery.record.offset for delivery in deliveries])
 

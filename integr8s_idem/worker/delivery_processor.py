@@ -136,6 +136,7 @@ class DeliveryProcessor:
             self.observer.count(Signal.UNDECODABLE, reason=error.reason)
             dead_letter = DeadLetter(error.reason, error, generation=decision.generation)
             return Decoded((), dead_letter, self.observer.processing(record, "", ""))
+        delivery.event_type = event.event_type
         self.observer.count(Signal.DELIVERED, event.event_type)
         processing = self.observer.processing(record, event.event_type, event.event_id)
         if decision is not NO_REPLAY:
@@ -275,6 +276,8 @@ class DeliveryProcessor:
             delivery.recorded.dead_lettered(
                 dead_letter.reason, cause, dead_letter.attempts, is_decoded=bool(dead_letter.event_type)
             )
+        else:
+            delivery.fail(cause if isinstance(cause, BaseException) else dead_letter.reason)
         logger.error(
             "dead-lettered %s[%d]@%d to %s: %s",
             record.topic,

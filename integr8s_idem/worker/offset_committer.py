@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from time import perf_counter
 
 from aiokafka.errors import KafkaError
 
@@ -44,6 +45,7 @@ class OffsetCommitter:
             }
             if not offsets:
                 return
+            since = perf_counter()
             try:
                 await bounded(
                     consumer.commit({assignment.partition: offset for assignment, offset in offsets.items()}),
@@ -52,7 +54,9 @@ class OffsetCommitter:
             except (KafkaError, TimeoutError) as error:
                 # Nothing is handled twice because of this: records show which work is done (A1).
                 self._observer.count(Signal.COMMIT_FAILED)
+                self._observer.offsets_committed(since=since, error=error)
                 logger.warning("%s: commit failed: %s: %s", self._service, type(error).__name__, error)
                 return
+            self._observer.offsets_committed(since=since)
             for assignment, offset in offsets.items():
                 assignment.progress.committed = offset

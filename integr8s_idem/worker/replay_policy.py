@@ -107,7 +107,7 @@ async def follows_a_failure(execution: GuardedExecution, generation: int) -> boo
     Raises:
         StoreError: The store is unavailable.
     """
-    repository = execution.handler.manager.repository
+    repository = execution.handler.manager.measured_repository
     keys = [generation_key(execution.record_key, number) for number in range(generation + 1)]
     try:
         previous, same = await repository.get(keys[-2:])

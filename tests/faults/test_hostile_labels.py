@@ -23,7 +23,8 @@ from integr8s_idem.keys import MAX_KEY_LENGTH, Key, KeyResolver, KeySpace, KeySt
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.telemetry import Gauge, Phase, Signal
-from integr8s_idem.telemetry.prometheus import MAX_LABELS, PrometheusObserver
+from integr8s_idem.telemetry.metric_labels import MAX_LABELS
+from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.kafka_protocols import Partition
 from tests.faults.conftest import Telemetry

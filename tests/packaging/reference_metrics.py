@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from integr8s_idem.telemetry import Gauge, Phase, Signal, prometheus
+from integr8s_idem.telemetry import Gauge, Phase, Signal, metric_labels
 from integr8s_idem.telemetry.merged_metrics import RESTARTS, SUPERVISOR_HELP
 from integr8s_idem.telemetry.metric_help import HELP
+from integr8s_idem.telemetry.metric_series import BUCKETS
+from integr8s_idem.telemetry.metrics_collector import MetricsCollector
 from tests.packaging.markdown import MADE, cell, table
 
 _HEAD: Final = """\
@@ -15,7 +17,7 @@ Each worker process serves its metrics at `/metrics`, by default on port 9464 of
 [Guarantees](../explanation/guarantees.md#what-to-watch) explains which of them to watch, and what their changes mean.
 
 The values of every label come from a closed set; keys, payloads and error texts are never used. `service` is the name
-of the service; `event_type` is empty if there is none. In each service, the first {labels} event types and the first
+of the service; `event_type` is empty if it is unknown. In each service, the first {labels} event types and the first
 {labels} topics have labels of their own; all others share the label `{other}`.
 """
 
@@ -27,7 +29,7 @@ With `run --processes`, the supervisor serves the combined metrics of its worker
 
 
 def page() -> str:
-    lines = ["# Metrics", "", MADE, "", _HEAD.format(labels=prometheus.MAX_LABELS, other=prometheus.OTHER)]
+    lines = ["# Metrics", "", MADE, "", _HEAD.format(labels=metric_labels.MAX_LABELS, other=metric_labels.OTHER)]
     lines += ["## Counters", "", "Counters start at 0 with the process.", ""]
     lines += [*table(("metric", "labels", "meaning"), [_counter(signal) for signal in Signal]), ""]
     lines += ["## Gauges", "", "Gauges are measured periodically.", ""]
@@ -43,9 +45,9 @@ def page() -> str:
         "reason": [
             *dict.fromkeys(
                 [
-                    *prometheus._UNDECODABLE_REASONS,
-                    *prometheus._DEAD_LETTER_REASONS,
-                    *prometheus._REPLAY_REFUSED_REASONS,
+                    *metric_labels.UNDECODABLE_REASONS,
+                    *metric_labels.DEAD_LETTER_REASONS,
+                    *metric_labels.REPLAY_REFUSED_REASONS,
                 ]
             )
         ],
@@ -60,22 +62,22 @@ def _exported(name: str) -> str:
 
 
 def _counter(signal: Signal) -> tuple[str, str, str]:
-    return f"`{signal.value}_total`", _names(prometheus._counter_labels(signal)), cell(HELP[signal])
+    return f"`{signal.value}_total`", _names(metric_labels.counter_labels(signal)), cell(HELP[signal])
 
 
 def _gauge(gauge: Gauge) -> tuple[str, str, str]:
-    return f"`{gauge.value}`", _names(prometheus._gauge_labels(gauge)), cell(HELP[gauge])
+    return f"`{gauge.value}`", _names(metric_labels.gauge_labels(gauge)), cell(HELP[gauge])
 
 
 def _histograms() -> Iterator[tuple[str, str, str]]:
-    families: Any = prometheus._Collector().describe()
+    families: Any = MetricsCollector().describe()
     for family in families:
         if family.type == "histogram":
             yield f"`{family.name}`", _names(family._labelnames), cell(family.documentation)
 
 
 def _buckets() -> str:
-    return ", ".join(f"{bound:g}" for bound in prometheus.BUCKETS)
+    return ", ".join(f"{bound:g}" for bound in BUCKETS)
 
 
 def _names(labels: Iterable[str]) -> str:

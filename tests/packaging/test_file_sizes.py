@@ -21,7 +21,6 @@ LONGER: Final = {
     "stores/memory.py": "a whole store, which authors of other stores read from top to bottom",
     "stores/redis/codec.py": "the record format: how it is written and how it is read must be compared",
     "stores/sql/repository.py": "the Protocol of a store, and the subclass that works in the caller's transaction",
-    "telemetry/prometheus.py": "the tables of metrics, with the collector that reads them",
     "worker/consumer.py": "the life of one service, from the first connection to the last commit",
 }
 """Modules of `integr8s_idem/` beyond the limit, each with its reason."""

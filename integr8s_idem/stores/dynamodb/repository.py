@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.errors import CorruptRecordError, StoreUnavailableError
 from integr8s_idem.records import (
     Completion,
     Corrupt,
+    Database,
     Failure,
     IdempotencyRecord,
     Previous,
@@ -116,6 +118,12 @@ class DynamoIdempotencyRepository:
         self._count_every = microseconds(duration(count_every, "count_every"))
         self._counts: dict[str, tuple[int, int]] = {}
         """Time by `tick` and result of the last count, by prefix."""
+
+    @property
+    def database(self) -> Database:
+        """The database, for metrics."""
+        endpoint = urlsplit(self.client.meta.endpoint_url)
+        return Database("aws.dynamodb", address=endpoint.hostname or "", port=endpoint.port)
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         await self._ensure_clock("reserve")

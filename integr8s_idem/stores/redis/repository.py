@@ -14,6 +14,7 @@ from integr8s_idem.errors import CorruptRecordError, StoreConfigurationError
 from integr8s_idem.records import (
     Completion,
     Corrupt,
+    Database,
     Failure,
     IdempotencyRecord,
     Reserved,
@@ -267,6 +268,13 @@ class RedisIdempotencyRepository(RecordsInRedis):
         )
         self.client = client
 
+    @property
+    def database(self) -> Database:
+        """The database, for metrics; without an address if Sentinels name the server."""
+        options = self.client.connection_pool.connection_kwargs
+        address = options.get("host") or options.get("path") or ""
+        return Database("redis", str(options.get("db") or 0), address, options.get("port") if address else None)
+
 
 class RedisClusterIdempotencyRepository(RecordsInRedis):
     """`IdempotencyRepository` on a Redis Cluster.
@@ -297,6 +305,11 @@ class RedisClusterIdempotencyRepository(RecordsInRedis):
     ) -> None:
         super().__init__(client, duration(timeout, "timeout"), key_prefix, _wait(wait_replicas, wait_timeout))
         self.client = client
+
+    @property
+    def database(self) -> Database:
+        """The database, for metrics.  A cluster has several servers, so there is no address."""
+        return Database("redis")
 
 
 def _wait(replicas: int, timeout: Duration) -> ReplicaWait | None:

@@ -28,6 +28,7 @@ from integr8s_idem.errors import (
 from integr8s_idem.records import (
     Completion,
     Corrupt,
+    Database,
     Failure,
     IdempotencyRecord,
     Reserved,
@@ -116,6 +117,18 @@ class SqlIdempotencyRepository:
         self._has_indexes = False
         # Engines of the application that are known to connect to the same database.
         self._known_engines: WeakSet[Engine] = WeakSet()
+
+    @property
+    def database(self) -> Database:
+        """The database, for metrics; whether MySQL is MariaDB is known after the first connection."""
+        url, dialect = self.engine.url, self.engine.dialect
+        if dialect.name == "sqlite":
+            return Database("sqlite")
+        system = "mariadb" if getattr(dialect, "is_mariadb", False) else dialect.name
+        # PostgreSQL's drivers take the folder of a socket as a parameter.
+        socket = url.query.get("host", "")
+        address = url.host or (socket if isinstance(socket, str) and socket.startswith("/") else "")
+        return Database(system, url.database or "", address, url.port)
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         if len(requests) == 1:

@@ -12,12 +12,16 @@ from time import monotonic
 
 import httpx
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import get_current_span
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from integr8s_idem.errors import SettingsError
 from integr8s_idem.runtime.endpoints import CLOSE_SECONDS, Endpoints
-from integr8s_idem.telemetry import Signal
+from integr8s_idem.telemetry import Phase, Signal
+from integr8s_idem.telemetry.composite import combined
+from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from integr8s_idem.worker.health import Health, ServiceHealth
 from tests.support.received import received
@@ -76,6 +80,18 @@ async def test_openmetrics_is_returned_if_the_client_accepts_it(process: Process
     assert page.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     families = {family.name for family in text_string_to_metric_families(page.text)}  # type: ignore[no-untyped-call]
     assert {"idempotency_cache_hits", "idempotency_cache_misses", "idempotency_duplicates_blocked"} <= families
+
+
+async def test_only_openmetrics_has_the_trace_ids_of_exemplars(process: Process, client: httpx.AsyncClient) -> None:
+    spans = OpenTelemetryObserver("billing", tracer_provider=TracerProvider(shutdown_on_exit=False))
+    with combined(spans, PrometheusObserver("billing", process.registry)).phase(Phase.HANDLE, "order_placed"):
+        trace_id = f"{get_current_span().get_span_context().trace_id:032x}"
+
+    openmetrics = await client.get("/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0"})
+    plain = await client.get("/metrics", headers={"accept": "text/plain"})
+
+    assert trace_id in openmetrics.text
+    assert trace_id not in plain.text
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, copy_context
 
 import pytest
 
-from integr8s_idem.records import TraceLink
+from integr8s_idem.records import Database, TraceLink
 from integr8s_idem.telemetry import (
     SILENT,
     Gauge,
@@ -21,6 +21,7 @@ from integr8s_idem.telemetry import (
     Signal,
     SilentObserver,
     Span,
+    StoreTimer,
     is_recorded,
 )
 from integr8s_idem.telemetry.composite import CompositeObserver, combined
@@ -73,6 +74,15 @@ class Recorder:
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
         self._record(f"{gauge.name} {value} {part}")
+
+    def offsets_committed(self, *, since: float, error: BaseException | None = None) -> None:
+        self._record(f"commit since {since} {error!r}")
+
+    def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:
+        def timer(operation: str, since: float, error: BaseException | None = None) -> None:
+            self._record(f"{operation} of {database().system} since {since} {error!r}")
+
+        return timer
 
     def inject(self, headers: list[tuple[str, bytes]]) -> None:
         headers.append((self.name, b""))
@@ -236,3 +246,33 @@ def test_only_observers_that_override_count_are_called() -> None:
 
 def test_observers_may_all_lack_count() -> None:
     combined(Tracing(), Tracing()).count(Signal.RETRY, "order")
+
+
+def test_calls_to_a_store_are_timed_by_all_observers_that_measure_them() -> None:
+    story: list[str] = []
+
+    timer = combined(SilentObserver(), Recorder("a", story), Recorder("b", story)).store_timer(
+        lambda: Database("redis")
+    )
+
+    assert timer is not None
+    timer("reserve", 1.0)
+    timer("reserve", 2.0, KeyError("k"))
+    assert story == [
+        "a reserve of redis since 1.0 None",
+        "b reserve of redis since 1.0 None",
+        "a reserve of redis since 2.0 KeyError('k')",
+        "b reserve of redis since 2.0 KeyError('k')",
+    ]
+
+
+def test_without_an_observer_that_measures_calls_there_is_no_timer() -> None:
+    assert combined(SilentObserver(), SilentObserver()).store_timer(lambda: Database("redis")) is None
+
+
+def test_commits_are_observed_by_all_observers() -> None:
+    story: list[str] = []
+
+    combined(Recorder("a", story), Recorder("b", story)).offsets_committed(since=1.0, error=KeyError("k"))
+
+    assert story == ["a commit since 1.0 KeyError('k')", "b commit since 1.0 KeyError('k')"]

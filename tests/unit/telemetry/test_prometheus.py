@@ -20,9 +20,11 @@ from prometheus_client import (
 
 from integr8s_idem.errors import UndecodableEventError
 from integr8s_idem.events import BaseEvent, EventDecoder
-from integr8s_idem.telemetry import Gauge, Phase, Signal, prometheus
+from integr8s_idem.telemetry import Gauge, Phase, Signal, metrics_collector, prometheus
 from integr8s_idem.telemetry.metric_help import HELP
-from integr8s_idem.telemetry.prometheus import BUCKETS, MAX_LABELS, MAX_REASONS, PrometheusObserver
+from integr8s_idem.telemetry.metric_labels import MAX_LABELS, MAX_REASONS, WITHOUT_EVENT_TYPE
+from integr8s_idem.telemetry.metric_series import BUCKETS
+from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from integr8s_idem.worker import delivery_processor
 from tests.support.received import received
 
@@ -59,8 +61,8 @@ def test_a_scrape_contains_the_four_original_metrics(registry: CollectorRegistry
     assert 'idempotency_keys_active{service="billing"} 3.0' in page
 
 
-@pytest.mark.parametrize("signal", [signal for signal in Signal if signal not in WITH_REASON])
-def test_every_signal_is_counted_by_service_and_event_type(registry: CollectorRegistry, signal: Signal) -> None:
+@pytest.mark.parametrize("signal", [signal for signal in Signal if signal not in {*WITH_REASON, *WITHOUT_EVENT_TYPE}])
+def test_every_other_signal_is_counted_by_service_and_event_type(registry: CollectorRegistry, signal: Signal) -> None:
     observer = PrometheusObserver("billing", registry)
 
     observer.count(signal, "order_placed")
@@ -70,18 +72,38 @@ def test_every_signal_is_counted_by_service_and_event_type(registry: CollectorRe
     assert registry.get_sample_value(f"{signal.value}_total", labels) == 5
 
 
-@pytest.mark.parametrize("signal", WITH_REASON)
-def test_signals_with_reasons_are_counted_by_reason(registry: CollectorRegistry, signal: Signal) -> None:
+@pytest.mark.parametrize("signal", sorted(WITHOUT_EVENT_TYPE - {*WITH_REASON}))
+def test_a_signal_that_never_has_an_event_type_has_no_such_label(registry: CollectorRegistry, signal: Signal) -> None:
     observer = PrometheusObserver("billing", registry)
 
-    observer.count(signal, "order_placed", reason="no_key")
-    observer.count(signal, "order_placed", 4, reason="no_key")
-    observer.count(signal, reason="malformed")
+    observer.count(signal)
+    observer.count(signal, "order_placed", 4)
+
+    assert registry.get_sample_value(f"{signal.value}_total", {"service": "billing"}) == 5
+
+
+def test_dead_letters_are_counted_by_event_type_and_reason(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    observer.count(Signal.DEAD_LETTER, "order_placed", reason="no_key")
+    observer.count(Signal.DEAD_LETTER, "order_placed", 4, reason="no_key")
+    observer.count(Signal.DEAD_LETTER, reason="malformed")
 
     of_orders = {"service": "billing", "event_type": "order_placed", "reason": "no_key"}
     of_nobody_knows_what = {"service": "billing", "event_type": "", "reason": "malformed"}
-    assert registry.get_sample_value(f"{signal.value}_total", of_orders) == 5
-    assert registry.get_sample_value(f"{signal.value}_total", of_nobody_knows_what) == 1
+    assert registry.get_sample_value("idempotency_dead_letters_total", of_orders) == 5
+    assert registry.get_sample_value("idempotency_dead_letters_total", of_nobody_knows_what) == 1
+
+
+@pytest.mark.parametrize("signal", [Signal.UNDECODABLE, Signal.REPLAY_REFUSED])
+def test_messages_without_a_known_event_type_are_counted_by_reason(registry: CollectorRegistry, signal: Signal) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    observer.count(signal, reason="malformed")
+    observer.count(signal, "order_placed", 4, reason="malformed")
+
+    labels = {"service": "billing", "reason": "malformed"}
+    assert registry.get_sample_value(f"{signal.value}_total", labels) == 5
 
 
 def test_other_signals_have_no_reason(registry: CollectorRegistry) -> None:
@@ -135,9 +157,9 @@ def test_the_first_undecodable_message_is_an_increase_from_zero(registry: Collec
     with pytest.raises(UndecodableEventError) as caught:
         EventDecoder([OrderPlaced]).decode(body)
 
-    labels = {"service": "billing", "event_type": "", "reason": caught.value.reason}
+    labels = {"service": "billing", "reason": caught.value.reason}
     assert registry.get_sample_value("idempotency_undecodable_messages_total", labels) == 0
-    assert registry.get_sample_value("idempotency_dead_letters_total", labels) == 0
+    assert registry.get_sample_value("idempotency_dead_letters_total", labels | {"event_type": ""}) == 0
 
 
 def test_a_gauge_is_absent_until_it_is_measured(registry: CollectorRegistry) -> None:
@@ -196,12 +218,12 @@ def test_services_of_one_process_share_their_metrics(registry: CollectorRegistry
 
 def test_a_registry_can_be_garbage_collected() -> None:
     gc.collect()
-    before = len(prometheus._collectors)
+    before = len(metrics_collector._collectors)
 
     PrometheusObserver("billing", CollectorRegistry())
     gc.collect()
 
-    assert len(prometheus._collectors) == before
+    assert len(metrics_collector._collectors) == before
 
 
 @pytest.mark.scenario(109)
@@ -232,10 +254,10 @@ def test_the_number_of_reasons_is_bounded(registry: CollectorRegistry, signal: S
     observer = PrometheusObserver("billing", registry)
 
     for number in range(MAX_REASONS + 300):
-        observer.count(signal, "order_placed", reason=f"reason-{number}")
-    observer.count(signal, "order_placed", reason="no_key")
+        observer.count(signal, reason=f"reason-{number}")
+    observer.count(signal, reason="no_key")
 
-    labels = {"service": "billing", "event_type": "order_placed"}
+    labels = {"service": "billing"} | ({} if signal in WITHOUT_EVENT_TYPE else {"event_type": ""})
     assert len(labels_in(registry, f"{signal.value}_total", "reason")) <= MAX_REASONS + 2
     assert (registry.get_sample_value(f"{signal.value}_total", labels | {"reason": "other"}) or 0) >= 300
     assert registry.get_sample_value(f"{signal.value}_total", labels | {"reason": "no_key"}) == 1
