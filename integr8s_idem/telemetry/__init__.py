@@ -187,7 +187,7 @@ class StoreTimer(Protocol):
 
         Args:
             operation: The name of the store's method, such as `reserve`.
-            since: When it began, by `time.perf_counter`.
+            since: When it began, in seconds of `time.perf_counter`.
             error: The exception that it raised.
         """
         ...
@@ -258,7 +258,7 @@ class Observer(Protocol):
         """Observe a commit of offsets that ends now.
 
         Args:
-            since: When it began, by `time.perf_counter`.
+            since: When it began, in seconds of `time.perf_counter`.
             error: Why it failed.
         """
         ...
@@ -325,7 +325,7 @@ class SilentObserver:
         """Do nothing."""
 
     def offsets_committed(self, *, since: float, error: BaseException | None = None) -> None:
-        """Do nothing."""
+        """Do nothing; `since` is in seconds."""
 
     def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:
         return None
