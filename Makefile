@@ -96,8 +96,9 @@ faults: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## the long proofs (hours; sto
 matrix: $(SETUP)  ## docs/reference/fault-matrix.md from what was recorded
 	@$(BIN)/python -m tests.campaigns.matrix
 
-reference: $(SETUP)  ## docs/reference/api/ from signatures and docstrings
+reference: $(SETUP)  ## docs/reference/ from signatures, docstrings and tables, and the picture of a trace from a run
 	@$(BIN)/python -m tests.packaging.reference
+	@$(BIN)/python -m tests.packaging.trace_picture
 
 docs: $(SETUP)  ## the documentation as a site, in .cache/docs/html/
 	@$(BIN)/python -m tests.packaging.site

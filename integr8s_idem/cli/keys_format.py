@@ -148,12 +148,21 @@ def _record_rows(
         yield "error", printable(record.error)
     if record.status is IdempotencyStatus.FAILED and explained.dead_letters:
         yield "dead letter", f"in {explained.dead_letters}, unless the event came from a topic of another name"
-    yield "trace", f"{record.trace.trace_id.hex()}, span {record.trace.span_id.hex()}" if record.trace else "none"
+    yield from _trace_rows(record)
     yield "stored", _stored(record, whole_result)
     if record.fingerprint is not None:
         yield "fingerprint", f"{record.fingerprint.hex()}; other payloads with this key are refused"
     yield "fence", str(record.fence)
     yield "kept until", _moment(record.expires_at) if record.expires_at else "deleted manually"
+
+
+def _trace_rows(record: IdempotencyRecord) -> Iterator[tuple[str, str]]:
+    """Yield each id alone on its row, so that it can be copied into a search."""
+    if record.trace is None:
+        yield "trace", "not recorded: spans are off, or its trace was not sampled"
+        return
+    yield "trace", record.trace.trace_id.hex()
+    yield "span", record.trace.span_id.hex()
 
 
 def _handled(explained: RecordExplanation, state: RecordState) -> str:

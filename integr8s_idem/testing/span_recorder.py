@@ -20,7 +20,7 @@ from typing import Any, overload
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode, format_trace_id
+from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from integr8s_idem.telemetry import Observer, conventions
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
@@ -41,6 +41,8 @@ class RecordedSpan:
     """Whether its status is an error."""
     trace_id: str
     """32 hexadecimal digits."""
+    span_id: str
+    """16 hexadecimal digits."""
     start: int
     """Nanoseconds since the Unix epoch."""
     end: int
@@ -156,6 +158,7 @@ def _span_of(span: ReadableSpan) -> RecordedSpan:
         dict(span.attributes or {}),
         span.status.status_code is StatusCode.ERROR,
         format_trace_id(context.trace_id),
+        format_span_id(context.span_id),
         span.start_time or 0,
         span.end_time or 0,
     )

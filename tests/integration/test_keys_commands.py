@@ -138,7 +138,8 @@ def test_the_explanation_describes_the_state_of_a_record(desk: Desk) -> None:
 
     assert "handled        yes, by billing (handler charge)" in completed
     assert "attempts       1 of at most 3" in completed
-    assert f"trace          {TRACE.trace_id.hex()}, span {TRACE.span_id.hex()}" in completed
+    assert f"trace          {TRACE.trace_id.hex()}\n" in completed
+    assert f"span           {TRACE.span_id.hex()}\n" in completed
     assert "1,000 bytes of application/json" in completed
     assert "(use --result to show all)" in completed
     assert "(use --result to show all)" not in desk.typed("explain", "1", "--result").stdout

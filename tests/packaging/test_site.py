@@ -19,6 +19,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.packaging import site
 from tests.packaging.repository import ROOT, files, name_of
+from tests.packaging.trace_picture import PICTURE
 from tests.support.browser import Browser, Colours
 
 pytestmark = pytest.mark.timeout(300)  # Sphinx renders two hundred pages first
@@ -128,7 +129,9 @@ def test_links_to_files_outside_docs_become_pages_of_the_site() -> None:
     assert every["repository/ARCHITECTURE.md"].source == ROOT / "ARCHITECTURE.md"
 
 
-@pytest.mark.parametrize("drawing", sorted((ROOT / "docs" / "diagrams").glob("*.svg")), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "drawing", [*sorted((ROOT / "docs" / "diagrams").glob("*.svg")), PICTURE], ids=lambda file: file.name
+)
 def test_diagrams_have_a_title_and_description_for_screen_readers(drawing: Path) -> None:
     text = drawing.read_text(encoding="utf-8")
     titles = re.findall(r'<(title|desc) id="([\w-]+)">[^<]{10,}</\1>', text)
