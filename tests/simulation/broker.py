@@ -66,20 +66,24 @@ class Broker:
         self.group = Group(self)
         self._partitions = partitions
 
-    def append(self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]) -> None:
-        """Append a message; dead letters go to a list that nobody consumes."""
+    def append(
+        self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
+    ) -> Message:
+        """Append a message and return it; dead letters go to a list that nobody consumes."""
         if topic.endswith(".dlq"):
             self.dead_letters.append(Message(topic, 0, len(self.dead_letters), key, value, headers))
             self.history.dead_letter(headers)
-            return
+            return self.dead_letters[-1]
         number = zlib.crc32(key) % self._partitions if key is not None else 0
         log = self.logs[Partition(topic, number)]
-        log.append(Message(topic, number, len(log), key, value, tuple(headers)))
+        appended = Message(topic, number, len(log), key, value, tuple(headers))
+        log.append(appended)
         self.history.note("message", topic, number, len(log) - 1)
         for _ in range(self.transactions()):
             log.append(Message(topic, number, len(log), None, None, is_marker=True))
         for member in self.group.members:
             member.wake()
+        return appended
 
 
 @dataclass(slots=True)

@@ -28,17 +28,17 @@ class SimulatedProducer:
 
     async def send(
         self, topic: str, *, value: bytes | None, key: bytes | None, headers: Sequence[tuple[str, bytes]]
-    ) -> asyncio.Future[None]:
-        def take() -> None:
+    ) -> asyncio.Future[Any]:
+        def take() -> Any:
             if self._broker.refusing or self._process.cut_off:
                 raise KafkaConnectionError("no broker")
-            self._broker.append(topic, key, value, headers)
+            return self._broker.append(topic, key, value, headers)
 
         return asyncio.ensure_future(self._confirm(take))
 
-    async def _confirm(self, take: Any) -> None:
+    async def _confirm(self, take: Any) -> Any:
         try:
-            await self._broker.network.ask(take, 1.0, self._channel)
+            return await self._broker.network.ask(take, 1.0, self._channel)
         except SilenceError:
             raise RequestTimedOutError from None
 
