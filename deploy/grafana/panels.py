@@ -401,8 +401,8 @@ STATE: Final = Row(
         Panel(
             "Native code",
             (Query(f"min by (service) (idempotency_native_code{SELECTED})"),),
-            "1 if every worker uses integr8s-idem-speedups, otherwise 0. A drop to 0 after a deployment: the image lacks "
-            "it or cannot load it; integr8s-idem doctor says why. Events are handled all the same.",
+            "1 if every worker uses integr8s-idem-speedups, otherwise 0. A drop to 0 after a deployment: the image "
+            "lacks it or cannot load it; integr8s-idem doctor says why. Events are handled all the same.",
         ),
     ),
 )

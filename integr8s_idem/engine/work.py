@@ -149,7 +149,7 @@ class Work:
     looks: int = 0
     """How many times it was found in progress since `waiting_since`; 0 if it does not wait for another run."""
     waiting_since: float = 0.0
-    """When it was first found in progress, by `time.perf_counter`."""
+    """When it was first found in progress, in seconds of `time.perf_counter`."""
 
     def note_look(self) -> int:
         """Note that it was found in progress, and waits for the other run; return how many times that has happened."""

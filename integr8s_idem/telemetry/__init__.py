@@ -173,7 +173,7 @@ class StoreTimer(Protocol):
 
         Args:
             operation: The name of the store's method, such as `reserve`.
-            since: When it began, by `time.perf_counter`.
+            since: When it began, in seconds of `time.perf_counter`.
             error: The exception that it raised.
         """
         ...
@@ -197,7 +197,7 @@ class Observer(Protocol):
 
         Args:
             event_type: Empty if it is unknown.
-            since: When it began, by `time.perf_counter`, if that was before this call.
+            since: When it began, in seconds of `time.perf_counter`, if that was before this call.
         """
         ...
 
@@ -206,7 +206,7 @@ class Observer(Protocol):
 
         Args:
             event_types: The event type of each delivery.
-            since: When it began, by `time.perf_counter`.
+            since: When it began, in seconds of `time.perf_counter`.
         """
         ...
 
@@ -241,7 +241,7 @@ class Observer(Protocol):
         """Observe a commit of offsets that ends now.
 
         Args:
-            since: When it began, by `time.perf_counter`.
+            since: When it began, in seconds of `time.perf_counter`.
             error: Why it failed.
         """
         ...

@@ -117,7 +117,7 @@ def with_headers(random: Random) -> Figures:
         assert claim is None or 0 <= claim.generation <= 999
     except UndecodableEventError as error:
         must(error.reason == "invalid" and len(str(error)) < 500, error)
-    with _OBSERVER.processing("order_placed", "orders", headers):
+    with _OBSERVER.processing(record, "order_placed", "event-1"):
         pass
     written = DeadLetter("malformed", ValueError(text(random, 20))).headers(record, "billing", "billing")
     assert written[: len(headers)] == headers

@@ -225,8 +225,8 @@ def token_of_the_process() -> AbstractContextManager[Any]:
     """All runs of a process share a token, so that a second run of a key takes the reservation of the first."""
     original = StoreClient.request
 
-    def request(self: StoreClient, work: Any, trace: Any = None) -> ReserveRequest:
-        return replace(original(self, work, trace), token=self._owner.encode().ljust(16)[:16])
+    def request(self: StoreClient, work: Any) -> ReserveRequest:
+        return replace(original(self, work), token=self._owner.encode().ljust(16)[:16])
 
     return _patched(StoreClient, "request", request)
 

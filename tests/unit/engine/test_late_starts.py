@@ -115,12 +115,12 @@ class StallingObserver(CountingObserver):
         self.stalls_in = 0
         """Countdown to the handler that stalls; 0 for none."""
 
-    def phase(self, phase: Phase, event_type: str = "") -> AbstractContextManager[Span]:
+    def phase(self, phase: Phase, event_type: str = "", *, since: float | None = None) -> AbstractContextManager[Span]:
         if phase is Phase.HANDLE and self.stalls_in:
             self.stalls_in -= 1
             if not self.stalls_in:
                 self.clock.leap()
-        return super().phase(phase, event_type)
+        return super().phase(phase, event_type, since=since)
 
 
 class Entry(ABC):
