@@ -136,6 +136,7 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
             {
                 "datasource": SOURCE,
                 "editorMode": "code",
+                "exemplar": query.exemplars,
                 "expr": query.expr,
                 "instant": panel.is_stat,
                 "legendFormat": query.legend,

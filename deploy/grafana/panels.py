@@ -17,6 +17,8 @@ class Query:
 
     expr: str
     legend: str = "{{service}}"
+    exemplars: bool = False
+    """Whether to show recorded traces as points."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,9 @@ def rate(signal: str, legend: str = "{{service}}") -> str:
 
 def percentile(share: float, histogram: str, labels: str, legend: str) -> Query:
     """A query for a percentile in seconds."""
-    counted = f"sum by (le, {labels}) (rate(idempotency_{histogram}_seconds_bucket{SELECTED}[$__rate_interval]))"
-    return Query(f"histogram_quantile({share}, {counted})", f"{legend} p{share * 100:g}")
+    counted = f"sum by (le, {labels}) (rate({histogram}_seconds_bucket{SELECTED}[$__rate_interval]))"
+    has_exemplars = histogram.startswith("idempotency_")
+    return Query(f"histogram_quantile({share}, {counted})", f"{legend} p{share * 100:g}", has_exemplars)
 
 
 DEAD_LETTERS: Final = f"idempotency_dead_letters_total{SELECTED}"
@@ -187,8 +190,9 @@ PROBLEMS: Final = Row(
     (
         per_minute(
             "Dead letters",
-            "Dead-lettered messages by reason. List them with integr8s-idem dlq, fix the cause, replay them: "
-            f"docs/how-to/replay-a-dead-letter.md. See IdempotencyDeadLetters in {GUIDE}.",
+            "Dead-lettered messages by reason. List them with integr8s-idem dlq list, fix the cause, and replay them "
+            "with integr8s-idem dlq replay: docs/how-to/replay-a-dead-letter.md. "
+            f"See IdempotencyDeadLetters in {GUIDE}.",
             "dead_letters",
             legend="{{service}} {{reason}}",
         ),
@@ -274,11 +278,18 @@ PROBLEMS: Final = Row(
             "damaged_partitions",
         ),
         per_minute(
-            "Waits, dropped results, orphaned steps",
-            "Deliveries that waited for a run elsewhere; results that were too large to store (raise "
+            "Waits",
+            "Deliveries that waited for a run elsewhere, by event type. A few are normal after a rebalance or a crash; "
+            "many: a producer sends events twice at the same time, or workers keep crashing. "
+            f"See IdempotencyLongWaits in {GUIDE}.",
+            "waits",
+            legend="{{service}} {{event_type}}",
+        ),
+        per_minute(
+            "Dropped results, orphaned steps",
+            "Results that were too large to store (raise "
             "max_result_size_bytes or return less); recorded steps that the last run did not request (a step was "
             "renamed while events were in progress).",
-            "waits",
             "results_dropped",
             "steps_orphaned",
         ),
@@ -290,16 +301,45 @@ LATENCY: Final = Row(
     (
         Panel(
             "Processing time",
-            tuple(percentile(share, "processing", "service", "{{service}}") for share in (0.5, 0.95, 0.99)),
-            "From decoding until the delivery is settled. If it is slow, the next panel shows in which phase.",
+            tuple(percentile(share, "idempotency_processing", "service", "{{service}}") for share in (0.5, 0.95, 0.99)),
+            "From decoding until the delivery is settled. If it is slow, the next panel shows in which phase; each "
+            "point is the trace of one delivery, if Prometheus keeps exemplars: docs/how-to/set-up-dashboards.md.",
             "s",
         ),
         Panel(
             "Phases, p95",
-            (percentile(0.95, "phase", "service, phase", "{{service}} {{phase}}"),),
+            (percentile(0.95, "idempotency_phase", "service, phase", "{{service}} {{phase}}"),),
             "handle is your handler; reserve and complete are the store, see docs/explanation/speed.md for expected "
-            "times; wait is waiting for a run elsewhere.",
+            "times; wait is waiting for a run elsewhere. "
+            f"See IdempotencyLongWaits in {GUIDE}.",
             "s",
+        ),
+        Panel(
+            "Store operations, p99",
+            (
+                percentile(
+                    0.99,
+                    "db_client_operation_duration",
+                    "service, db_system_name, db_operation_name",
+                    "{{service}} {{db_system_name}} {{db_operation_name}}",
+                ),
+            ),
+            "Calls to the store, as the worker sees them: the network and the wait for a connection count. A batch is "
+            f"one call. Slow: check the load of the store and the network. See IdempotencyStoreSlow in {GUIDE}.",
+            "s",
+        ),
+        Panel(
+            "Store operations",
+            (
+                Query(
+                    "sum by (service, db_operation_name, error_type) "
+                    f"(rate(db_client_operation_duration_seconds_count{SELECTED}[$__rate_interval]))",
+                    "{{service}} {{db_operation_name}} {{error_type}}",
+                ),
+            ),
+            "Calls to the store per second, with the type of their error if they failed. Many more than deliveries: "
+            f"events arrive one at a time, or many leases are renewed. Errors: see IdempotencyStoreErrors in {GUIDE}.",
+            "ops",
         ),
         Panel(
             "Event loop",
@@ -357,6 +397,12 @@ STATE: Final = Row(
             "records_purged",
             "Expired records deleted from a SQL store. Zero while its table grows: set purge_interval_seconds above 0. "
             "Redis and DynamoDB expire records by themselves.",
+        ),
+        Panel(
+            "Native code",
+            (Query(f"min by (service) (idempotency_native_code{SELECTED})"),),
+            "1 if every worker uses integr8s-idem-speedups, otherwise 0. A drop to 0 after a deployment: the image "
+            "lacks it or cannot load it; integr8s-idem doctor says why. Events are handled all the same.",
         ),
     ),
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from integr8s_idem.telemetry import Gauge, Phase, Signal, metric_labels
+from integr8s_idem.telemetry.convention_metrics import METRICS, ConventionMetric
 from integr8s_idem.telemetry.merged_metrics import RESTARTS, SUPERVISOR_HELP
 from integr8s_idem.telemetry.metric_help import HELP
 from integr8s_idem.telemetry.metric_series import BUCKETS
@@ -22,6 +23,21 @@ of the service; `event_type` is empty if it is unknown. In each service, the fir
 """
 
 
+_EXEMPLARS: Final = """\
+In the OpenMetrics format, which Prometheus requests, a bucket names the latest recorded trace in it as an exemplar:
+[from a slow panel to a trace](../how-to/set-up-dashboards.md#from-a-slow-panel-to-a-trace).
+"""
+
+
+_CONVENTIONS: Final = """\
+These have the names, labels and buckets of OpenTelemetry's semantic conventions 1.44.0, in addition to `service`. A
+label is empty if it does not apply or is unknown: `error_type` after a success, `server_address` if there are several
+servers. `db_operation_name` is the method of the store, such as `reserve` or `complete`; calls within a transaction of
+the application are not measured. Those of `messaging_` are exported only with `messaging_metrics = true` in
+`[telemetry]`; with it, an event takes about a tenth more Python calls.
+"""
+
+
 _SUPERVISOR: Final = """\
 With `run --processes`, the supervisor serves the combined metrics of its workers:
 [metrics and health](../how-to/run-several-processes.md#metrics-and-health). It adds metrics of its own, without labels.
@@ -35,7 +51,9 @@ def page() -> str:
     lines += ["## Gauges", "", "Gauges are measured periodically.", ""]
     lines += [*table(("metric", "labels", "meaning"), [_gauge(gauge) for gauge in Gauge]), ""]
     lines += ["## Histograms", "", f"Histograms measure seconds. Buckets: {_buckets()}.", ""]
-    lines += [*table(("metric", "labels", "meaning"), [*_histograms()]), ""]
+    lines += [*table(("metric", "labels", "meaning"), [*_histograms()]), "", _EXEMPLARS, ""]
+    lines += ["## Metrics of OpenTelemetry's conventions", "", _CONVENTIONS, ""]
+    lines += [*table(("metric", "labels", "buckets", "meaning"), [_convention(metric) for metric in METRICS]), ""]
     lines += ["## Worker processes", "", _SUPERVISOR, ""]
     of_supervisor = [(f"`{_exported(name)}`", cell(meaning)) for name, meaning in SUPERVISOR_HELP.items()]
     lines += [*table(("metric", "meaning"), of_supervisor), ""]
@@ -72,8 +90,14 @@ def _gauge(gauge: Gauge) -> tuple[str, str, str]:
 def _histograms() -> Iterator[tuple[str, str, str]]:
     families: Any = MetricsCollector().describe()
     for family in families:
-        if family.type == "histogram":
+        if family.type == "histogram" and family.name.startswith("idempotency_"):
             yield f"`{family.name}`", _names(family._labelnames), cell(family.documentation)
+
+
+def _convention(metric: ConventionMetric) -> tuple[str, str, str, str]:
+    name = metric.name if metric.buckets else f"{metric.name}_total"
+    buckets = ", ".join(f"{bound:g}" for bound in metric.buckets)
+    return f"`{name}`", _names(("service", *metric.labels)), buckets, cell(metric.help)
 
 
 def _buckets() -> str:

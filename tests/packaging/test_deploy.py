@@ -78,6 +78,20 @@ def test_each_panel_description_names_existing_alerts_and_pages() -> None:
             assert (ROOT / page).exists(), panel["title"]
 
 
+def test_panels_of_our_durations_show_exemplars() -> None:
+    targets = [(panel["title"], target) for panel in panels(DASHBOARD) for target in panel["targets"]]
+
+    assert {title for title, target in targets if target["exemplar"]} == {"Processing time", "Phases, p95"}
+    assert all("_bucket" in target["expr"] for _, target in targets if target["exemplar"])
+
+
+def test_the_panel_of_dead_letters_names_the_commands() -> None:
+    (panel,) = [panel for panel in panels(DASHBOARD) if panel["title"] == "Dead letters"]
+
+    assert "integr8s-idem dlq list" in panel["description"]
+    assert "integr8s-idem dlq replay" in panel["description"]
+
+
 # Alerts
 
 

@@ -82,6 +82,7 @@ class Prometheus:
                 f"--config.file={configuration}",
                 f"--storage.tsdb.path={self._folder / 'data'}",
                 f"--web.listen-address=127.0.0.1:{self.port}",
+                "--enable-feature=exemplar-storage",
             ],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -127,15 +128,23 @@ class Prometheus:
         now = time.time()
         return self._series("query_range", query=expression, start=now - seconds, end=now, step=step)
 
+    def exemplars(self, expression: str) -> list[dict[str, Any]]:
+        """Return the exemplars of the last minutes, by series. Raises like `query`."""
+        now = time.time()
+        return self._data("query_exemplars", query=expression, start=now - 300, end=now + 60)  # type: ignore[no-any-return]
+
     def ask(self, what: str) -> Any:
         """Return another part of its API: targets, rules, alerts."""
         return self._client.get(f"/api/v1/{what}").raise_for_status().json()["data"]
 
     def _series(self, page: str, **parameters: Any) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._data(page, **parameters)["result"]
+        return found
+
+    def _data(self, page: str, **parameters: Any) -> Any:
         answer = self._client.post(f"/api/v1/{page}", data=parameters).json()
         assert answer["status"] == "success", (parameters["query"], answer)
-        found: list[dict[str, Any]] = answer["data"]["result"]
-        return found
+        return answer["data"]
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_SECONDS

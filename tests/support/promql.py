@@ -9,7 +9,7 @@ from typing import Final
 
 _TEXT: Final = re.compile(r'"[^"]*"')
 _RECORDED: Final = re.compile(r"\b[a-z_]+(?::[a-z_]+)+\b")
-_METRIC: Final = re.compile(r"\b(?:idempotency_[a-z_]+|up|ALERTS)\b(?!\s*\()")
+_METRIC: Final = re.compile(r"\b(?:(?:idempotency|db_client|messaging)_[a-z_]+|up|ALERTS)\b(?!\s*\()")
 _MATCHERS: Final = re.compile(r"\{([^}]*)\}")
 _GROUPING: Final = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
 _LEGEND: Final = re.compile(r"\{\{\s*(\w+)\s*\}\}|\$labels\.(\w+)")
