@@ -24,7 +24,8 @@ from integr8s_idem.events import encode_event, event_headers
 from integr8s_idem.telemetry import conventions
 from integr8s_idem.testing import RecordedSpan, WorkerHarness, recorded_spans
 from integr8s_idem.testing.span_recorder import SpanRecorder
-from providers import PlatformSettings, platform
+from providers import platform
+from providers.settings import PlatformSettings
 from services.database import Database
 from services.events import CreatePodCommand, ExecutionRequested
 from services.k8s_worker.runner import Run, RunEnd, Runner
