@@ -15,7 +15,7 @@ TracerProvider gets them there. Messaging spans follow the semantic conventions 
 
 From a trace to the record: `integr8s-idem keys explain` takes the value of `{conventions.DELIVERY}`, such as
 `orders:3:1042`. From the record to the trace: its output names the trace and the span of the delivery that did the
-work.
+work. [Reading a trace](../explanation/traces.md) explains both, and shows a request as a picture.
 
 `{conventions.SERVER_ADDRESS}` and `{conventions.SERVER_PORT}` are those of the first broker in
 `[kafka] bootstrap_servers`. Keys and messages of exceptions are in spans only with `[telemetry] span_keys = true`. A

@@ -34,10 +34,16 @@ def test_the_tests_on_the_page_pass_and_fail_for_an_unguarded_handler(tmp_path: 
     charging = (tmp_path / "test_charging.py").read_text(encoding="utf-8")
     (careless / "test_charging.py").write_text(charging)
 
+    printed = "    assert [first.outcome, duplicate.outcome]"
+    assert charging.count(printed) == 1
+    [tree] = [text.strip() for text in code_blocks(PAGE, "text") if text.startswith("process ")]
+    compared = charging.replace(printed, f"    assert spans.tree() == {tree!r}\n{printed}")
+    (tmp_path / "test_charging.py").write_text(compared, encoding="utf-8")
+
     passed = run(tmp_path, "test_charging.py", "test_bookings.py", "test_sockets.py")
     failed = run(careless, "-k", "after_the_charge or redelivery_charges")
 
-    assert f"{9 + len(FAULTS)} passed" in passed
+    assert f"{10 + len(FAULTS)} passed" in passed
     assert "1 failed, 1 passed" in failed
     assert "assert ['1', '1'] == ['1']" in failed
 

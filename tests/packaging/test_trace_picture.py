@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,8 +35,6 @@ async def test_the_picture_shows_the_spans_of_a_run(rows: Sequence[Row]) -> None
 
 
 async def test_a_request_is_one_trace_through_all_services(rows: Sequence[Row]) -> None:
-    for above, row in itertools.pairwise(rows):
-        assert 0 < row.depth <= above.depth + 1
     assert {row.service for row in rows} == set(SERVICES) == set(COLORS)
     assert [row.span.outcome for row in rows if row.service == "coordinator" and row.span.outcome] == [
         "executed",
