@@ -41,9 +41,9 @@ SPANS: Final = (
     SpanHelp(
         "process <topic>",
         "consumer",
-        "A delivery, from decoding until it is settled or released: all attempts of all handlers. It has failed if a "
-        "message cannot be decoded, if an attempt failed or lost its lease, also if a later one succeeded, and if the "
-        "message is dead-lettered. `idempotency.outcome` says how it ended.",
+        "A delivery, from decoding until it is settled or released: all attempts of all handlers. Its "
+        "status is ERROR if the message cannot be decoded or is dead-lettered, or if an attempt failed or lost its "
+        "lease, even if a later attempt succeeded. `idempotency.outcome` says how it ended.",
         (
             *_OPERATION,
             conventions.DESTINATION,
@@ -79,13 +79,13 @@ SPANS: Final = (
     SpanHelp(
         "idempotency.handle_batch",
         "internal",
-        "A call of a batch handler, below its first recorded member.",
+        "A call of a batch handler, as a child of the `idempotency.handle` span of its first recorded member.",
         (*_OPERATION, conventions.SERVICE, conventions.EVENT_TYPE, conventions.BATCH_SIZE),
         _ENDED,
         "`member`: to each recorded member",
     ),
     _phase(Phase.COMPLETE, "Recording that the work is done."),
-    _phase(Phase.FAIL, "Recording that the work is given up."),
+    _phase(Phase.FAIL, "Recording that the work has failed permanently."),
     _phase(Phase.RELEASE, "Releasing the key without an outcome, so that the work can be repeated."),
     _phase(
         Phase.REPLAY,

@@ -17,9 +17,13 @@ _HEAD: Final = """\
 Each worker process serves its metrics at `/metrics`, by default on port 9464 of the loopback address (`[telemetry]`).
 [Guarantees](../explanation/guarantees.md#what-to-watch) explains which of them to watch, and what their changes mean.
 
-The values of every label come from a closed set; keys, payloads and error texts are never used. `service` is the name
+The number of values of every label is limited; keys, payloads and error texts are never used. `service` is the name
 of the service; `event_type` is empty if it is unknown. In each service, the first {labels} event types and the first
 {labels} topics have labels of their own; all others share the label `{other}`.
+
+`messaging_*` metrics are exported only with `messaging_metrics = true`. They and `db_client_operation_duration_seconds`
+follow OpenTelemetry's semantic conventions. Buckets of `idempotency_*` histograms have exemplars with the ids of a
+recorded trace, if the scraper asks for the OpenMetrics format.
 """
 
 

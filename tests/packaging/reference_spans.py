@@ -9,11 +9,12 @@ from integr8s_idem.telemetry.span_help import SITUATIONS, SPANS, SpanHelp
 from tests.packaging.markdown import MADE, cell, table
 
 _HEAD: Final = f"""\
-`integr8s-idem run` records spans with the OpenTelemetry SDK, as `[telemetry]` says; an application that has set its own
-TracerProvider gets them there. Messaging spans follow the semantic conventions of OpenTelemetry, version
-{conventions.SCHEMA_URL.rpartition("/")[2]} (`schema_url`). In this version they are in development.
+`integr8s-idem run` records spans with the OpenTelemetry SDK and exports them according to `[telemetry]`. If the
+application has set its own TracerProvider, they go there instead. Messaging spans follow the semantic conventions of
+OpenTelemetry, version {conventions.SCHEMA_URL.rpartition("/")[2]} (`schema_url`). In this version they are in
+development.
 
-From a trace to the record: `integr8s-idem keys explain` takes the value of `{conventions.DELIVERY}`, such as
+From a trace to its record: `integr8s-idem keys explain` takes the value of `{conventions.DELIVERY}`, such as
 `orders:3:1042`. From the record to the trace: its output names the trace and the span of the delivery that did the
 work. [Reading a trace](../explanation/traces.md) explains both, and shows a request as a picture.
 
@@ -65,7 +66,7 @@ def page() -> str:
     lines += [
         "## Outcomes",
         "",
-        "Of several handlers, the one that ended worst counts: the later in this list, the worse.",
+        "If a delivery has several handlers, the outcome furthest down in this list counts.",
         "",
     ]
     lines += [
