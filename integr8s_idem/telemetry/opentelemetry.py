@@ -49,7 +49,7 @@ class OpenTelemetryObserver(SilentObserver):
     must start and end in the same task, like OpenTelemetry's current span.
 
     Args:
-        service: Name of the service.
+        service: Name of the service; empty for messages that are sent outside of services.
         tracer_provider: Provider of the tracer; by default, the global one.
         span_keys: Whether spans may contain keys and exception messages, which may contain personal data.
         group: Consumer group; by default, the service's name.
@@ -81,9 +81,10 @@ class OpenTelemetryObserver(SilentObserver):
             names.SYSTEM: "kafka",
             names.OPERATION_NAME: "send",
             names.OPERATION_TYPE: "send",
-            names.SERVICE: self._service,
             **client,
         }
+        if service:
+            self._producer[names.SERVICE] = self._service
         self._span_keys = span_keys
         self._tracer: otel.Tracer | None = None
         self._sampling: KnownSampling | None = None

@@ -143,6 +143,13 @@ def observer_for(
     )
 
 
+def publisher_observer(kafka: KafkaSettings) -> Observer:
+    """Return the observer of a publisher outside of services: spans when the process has an SDK, and no metrics."""
+    from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
+
+    return OpenTelemetryObserver("", client_id=kafka.client_id, servers=kafka.bootstrap_servers)
+
+
 @cache
 def _observer(
     metrics: bool, messaging: bool, span_keys: bool, service: str, group: str | None, client_id: str, servers: str

@@ -97,8 +97,8 @@ SPANS: Final = (
         "producer",
         "A message, from sending until the broker has confirmed it: an event, also from an outbox, or a dead letter. "
         "Events carry its context; those from an outbox and dead letters keep the context that they have.",
-        (*_OPERATION, conventions.DESTINATION, conventions.SERVICE),
-        (*_PLACE[1:], *_CLIENT, *_ENDED),
+        (*_OPERATION, conventions.DESTINATION),
+        (conventions.SERVICE, *_PLACE[1:], *_CLIENT, *_ENDED),
     ),
 )
 

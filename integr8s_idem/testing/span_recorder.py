@@ -29,7 +29,7 @@ PRODUCER: str = "producer"
 """Relation of the link from a delivery to the span of its producer."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RecordedSpan:
     """A span that has ended."""
 
@@ -83,6 +83,8 @@ class RecordedSpan:
         described = ", ".join(filter(None, facts))
         return f"{self.name} ({described})" if described else self.name
 
+    __repr__ = __str__
+
 
 class RecordedSpans(Sequence[RecordedSpan]):
     """Spans that have ended, in the order in which they began."""
@@ -116,6 +118,9 @@ class RecordedSpans(Sequence[RecordedSpan]):
             AssertionError: There is none, or more than one.
         """
         return _only(self.named(name), name, self._spans)
+
+    def __repr__(self) -> str:
+        return self.tree()
 
     def tree(self) -> str:
         """Return all traces as indented text, one line for each span."""

@@ -14,7 +14,8 @@ from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.errors import EventTooLargeError, PublishError
 from integr8s_idem.events import BaseEvent, Message, encode_event, event_headers
-from integr8s_idem.telemetry import SILENT, Observer, Signal, Span, conventions
+from integr8s_idem.telemetry import Observer, Signal, Span, conventions
+from integr8s_idem.telemetry.setup import publisher_observer
 from integr8s_idem.worker.client_options import bounded, connection_options
 
 logger = logging.getLogger(__name__)
@@ -40,9 +41,10 @@ def describe_placement(span: Span, placement: Placement | None) -> None:
 class EventPublisher:
     """Publishes events to their topics.  Connects at first use, and can be shared by the whole process."""
 
-    def __init__(self, settings: KafkaSettings, observer: Observer = SILENT) -> None:
+    def __init__(self, settings: KafkaSettings, observer: Observer | None = None) -> None:
+        """`observer`: that of the service; by default, one that records spans when the process has an SDK."""
         self._settings = settings
-        self._observer = observer
+        self._observer = publisher_observer(settings) if observer is None else observer
         self._producer: AIOKafkaProducer | None = None
         self._starting = asyncio.Lock()
 

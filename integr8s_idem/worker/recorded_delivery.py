@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextvars import Context
 from typing import Final
 
+from integr8s_idem.errors import LeaseLostError
 from integr8s_idem.handlers.handler import GuardedExecution, HandlerExecution
 from integr8s_idem.telemetry import DeliveryOutcome, Span, conventions
 
@@ -39,9 +40,9 @@ class RecordedDelivery:
         self._if_released = DeliveryOutcome.RETRIED
         self._attempt = max(self._attempt, attempt)
 
-    def lost_lease(self, error: BaseException) -> None:
+    def lost_lease(self, error: LeaseLostError) -> None:
         """Note that a run has lost its lease; it will be repeated."""
-        self._span.fail(error)
+        self.failed(error, error.attempt)
         self._if_released = DeliveryOutcome.LOST_LEASE
 
     def released(self) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.trace import get_current_span
 from prometheus_client import CollectorRegistry
 
 from integr8s_idem.runtime.endpoints import Endpoints
-from integr8s_idem.telemetry import Phase
+from integr8s_idem.telemetry import Past, Phase
 from integr8s_idem.telemetry.composite import combined
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
@@ -25,14 +24,16 @@ async def test_prometheus_stores_the_trace_of_a_slow_handler() -> None:
         pytest.skip(why)
     registry = CollectorRegistry()
     spans = OpenTelemetryObserver("billing", tracer_provider=TracerProvider(shutdown_on_exit=False))
-    with combined(spans, PrometheusObserver("billing", registry)).phase(Phase.HANDLE, "order_placed", since=-1_000):
-        trace_id = f"{get_current_span().get_span_context().trace_id:032x}"
+    observer = combined(spans, PrometheusObserver("billing", registry))
+    with observer.phase(Phase.HANDLE, "order_placed", past=Past(-1_000)) as span:
+        trace = span.trace()
+    assert trace is not None
 
     async with Endpoints("127.0.0.1", 0, health=lambda: Health(services=()), registry=registry) as endpoints:
         (found,) = await asyncio.to_thread(_exemplars_of, f"127.0.0.1:{endpoints.port}")
 
     assert found["seriesLabels"]["phase"] == "handle"
-    assert [exemplar["labels"]["trace_id"] for exemplar in found["exemplars"]] == [trace_id]
+    assert [exemplar["labels"]["trace_id"] for exemplar in found["exemplars"]] == [trace.trace_id.hex()]
 
 
 def _exemplars_of(target: str) -> list[dict[str, Any]]:

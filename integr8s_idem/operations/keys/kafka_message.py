@@ -18,7 +18,12 @@ from integr8s_idem.events import read_json
 from integr8s_idem.worker.client_options import bounded, connection_options
 from integr8s_idem.worker.kafka_protocols import Partition, Record
 
-_PLACE: Final = re.compile(r"(?P<topic>[A-Za-z0-9._-]{1,249}):(?P<partition>\d{1,9}):(?P<offset>\d{1,18})")
+_TOPIC: Final = r"(?P<topic>[A-Za-z0-9._-]{1,249})"
+_PLACES: Final = (
+    re.compile(_TOPIC + r":(?P<partition>\d{1,9}):(?P<offset>\d{1,18})"),
+    re.compile(_TOPIC + r"\[(?P<partition>\d{1,9})\]@(?P<offset>\d{1,18})"),
+)
+"""As on the command line and in spans, and as in log lines."""
 _CLOSE_SECONDS: Final = 2.0
 _RETRY_SECONDS: Final = 0.02
 _POLL_MS: Final = 500
@@ -36,9 +41,11 @@ class MessagePlace(NamedTuple):
 
 
 def parse_place(text: str) -> MessagePlace | None:
-    """Parse `topic:partition:offset`; return `None` for another form."""
-    found = _PLACE.fullmatch(text)
-    return MessagePlace(found["topic"], int(found["partition"]), int(found["offset"])) if found else None
+    """Parse `topic:partition:offset`, or `topic[partition]@offset` as in log lines; return `None` for another form."""
+    for form in _PLACES:
+        if found := form.fullmatch(text):
+            return MessagePlace(found["topic"], int(found["partition"]), int(found["offset"]))
+    return None
 
 
 async def message_at(kafka: KafkaSettings, place: MessagePlace) -> Record:

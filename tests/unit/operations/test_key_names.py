@@ -112,5 +112,6 @@ def test_names_that_do_not_match_a_key(name: str) -> None:
 
 def test_a_place_of_kafka_has_three_parts() -> None:
     assert parse_place("shop.order_placed:3:12345") == MessagePlace("shop.order_placed", 3, 12345)
+    assert parse_place("shop.order_placed[3]@12345") == MessagePlace("shop.order_placed", 3, 12345), "as in log lines"
     assert str(MessagePlace("orders", 0, 7)) == "orders[0]@7"
     assert [parse_place(text) for text in ("orders:3", "orders:3:x", "orders:-1:3", "a b:1:1", ":1:1")] == [None] * 5

@@ -20,11 +20,13 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.util._once import Once
 
+from integr8s_idem.config import KafkaSettings
 from integr8s_idem.records import TraceLink
 from integr8s_idem.telemetry import SILENT, Observer, Past, Phase
 from integr8s_idem.telemetry import opentelemetry as under_test
 from integr8s_idem.telemetry.conventions import KEY
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
+from integr8s_idem.telemetry.setup import publisher_observer
 from tests.support.received import received
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -408,6 +410,20 @@ def no_sdk(monkeypatch: pytest.MonkeyPatch) -> Callable[[otel.TracerProvider], N
     monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
     monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
     return otel.set_tracer_provider
+
+
+def test_a_publisher_outside_of_services_records_spans_when_the_process_has_an_sdk(
+    no_sdk: Callable[[otel.TracerProvider], None], recording: Recording
+) -> None:
+    no_sdk(recording.provider)
+
+    with publisher_observer(KafkaSettings(bootstrap_servers="kafka:9092")).sending("orders", "event-1"):
+        pass
+
+    attributes = attributes_of(recording.only)
+    assert recording.only.name == "send orders"
+    assert attributes["server.address"] == "kafka"
+    assert "idempotency.service" not in attributes
 
 
 @pytest.mark.usefixtures("no_sdk")
