@@ -115,8 +115,6 @@ class Conclusions:
         """End the item without settling its delivery, which will be redelivered."""
         item.release()
         item.delivery.is_abandoned = True
-        if item.delivery.recorded is not None:
-            item.delivery.recorded.released()
         self._done(item)
 
     def broken(self, item: WorkItem, error: BaseException) -> None:

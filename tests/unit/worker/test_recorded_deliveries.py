@@ -1,0 +1,55 @@
+"""Spans of deliveries whose traces are recorded, when they do not end as usual."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from integr8s_idem.errors import PublishError
+from integr8s_idem.testing.span_recorder import SpanRecorder
+from integr8s_idem.testing.virtual_time import virtual_time
+from tests.support.fake_consumer import FakeBroker
+from tests.support.fake_worker import FakePublisher, running
+from tests.support.guarded import guarded
+from tests.support.pipelines import TOPIC, Depot, dispatcher_of, sent
+
+PROCESS = f"process {TOPIC.topic}"
+
+
+class UnreachablePublisher(FakePublisher):
+    """A publisher whose broker does not answer."""
+
+    async def send(
+        self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
+    ) -> None:
+        raise PublishError(topic, "switched off by the test")
+
+
+@virtual_time
+async def test_deliveries_that_were_reserved_before_their_turn_are_released_with_their_partition() -> None:
+    recorder, depot, broker = SpanRecorder(), Depot(), sent(6)
+    here = guarded(observer=recorder.observer("billing"))
+    depot.held[3] = asyncio.Event()
+
+    async with running(dispatcher_of(depot.handle, here), broker, drain_timeout_seconds=1) as worker:
+        await worker.until(lambda: 3 in depot.started)
+        await worker.consumer.take([TOPIC])
+        depot.held[3].set()
+
+    outcomes = [span.outcome for span in recorder.spans().named(PROCESS)]
+    assert sorted(outcomes) == ["executed"] * 4 + ["released"] * (len(outcomes) - 4)
+    assert len(outcomes) > 4, "none was reserved before its turn"
+
+
+@virtual_time
+async def test_an_undecodable_delivery_is_released_if_its_dead_letter_is_not_written_in_time() -> None:
+    recorder, broker = SpanRecorder(), FakeBroker()
+    here = guarded(observer=recorder.observer("billing"))
+    broker.put(TOPIC.topic, b"not an event")
+    dispatcher = dispatcher_of(Depot().handle, here)
+
+    async with running(dispatcher, broker, UnreachablePublisher(broker), drain_timeout_seconds=1) as worker:
+        await worker.until(lambda: len(recorder.spans()) > 0)
+        await worker.consumer.take([TOPIC])
+
+    assert recorder.spans().one(PROCESS).outcome == "released"
