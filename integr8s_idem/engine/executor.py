@@ -343,12 +343,12 @@ class Executor(RunServices):
         try:
             completions = [each.completion for each in returned if each.completion is not None]
             written = await self.client.complete_together(completions, shielded=shielded)
+            done = [each for each, is_written in zip(returned, written, strict=True) if is_written]
         except StoreError:
             raise  # the caller completes them individually
         except BaseException:
             self.runs.remove(*[each.run for each in returned])
             raise
-        done = [each for each, is_written in zip(returned, written, strict=True) if is_written]
         if self.cache is not None:
             for each in done:
                 if each.completion is not None:

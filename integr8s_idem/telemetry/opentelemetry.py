@@ -26,6 +26,7 @@ from integr8s_idem.config.urls import redacted
 from integr8s_idem.records import TraceLink
 from integr8s_idem.telemetry import SILENT, Headers, Past, Phase, ReceivedMessage, Relation, SilentObserver, Span
 from integr8s_idem.telemetry import conventions as names
+from integr8s_idem.telemetry.guarded_spans import end_span, start_span
 
 if TYPE_CHECKING:
     from integr8s_idem.telemetry.sampling import KnownSampling
@@ -114,7 +115,8 @@ class OpenTelemetryObserver(SilentObserver):
             attributes[names.EVENT_TYPE] = _text(event_type)
         if event_id:
             attributes[names.MESSAGE_ID] = _text(event_id)
-        span = tracer.start_span(
+        span = start_span(
+            tracer,
             f"process {topic}",
             context=parent,
             kind=otel.SpanKind.CONSUMER,
@@ -138,13 +140,13 @@ class OpenTelemetryObserver(SilentObserver):
         if attempt:
             attributes[names.ATTEMPT] = attempt
         if past is None:
-            return _RecordedPhase(tracer.start_span(phase.value, attributes=attributes), self._span_keys)
+            return _RecordedPhase(start_span(tracer, phase.value, attributes=attributes), self._span_keys)
         attributes.update(past.attributes or {})
         key = attributes.pop(names.KEY, None)
         if key is not None and self._span_keys:
             attributes[names.KEY] = _text(str(key))
         start = time_ns() - int((perf_counter() - past.since) * 1e9)
-        return _PastPhase(tracer.start_span(phase.value, attributes=attributes, start_time=start), self._span_keys)
+        return _PastPhase(start_span(tracer, phase.value, attributes=attributes, start_time=start), self._span_keys)
 
     def batch(self, event_type: str, members: Sequence[contextvars.Context]) -> AbstractContextManager[Span]:
         """Start a span for a call of a batch handler, as a child of its first member's span, with links to all.
@@ -158,7 +160,8 @@ class OpenTelemetryObserver(SilentObserver):
         recorded = [span for span in spans if span.is_recording()]
         if not recorded:
             return _SILENT_PHASE
-        span = tracer.start_span(
+        span = start_span(
+            tracer,
             BATCH_SPAN,
             context=otel.set_span_in_context(recorded[0], Context()),
             attributes={
@@ -187,7 +190,8 @@ class OpenTelemetryObserver(SilentObserver):
         attributes = {**self._producer, names.DESTINATION: topic}
         if event_id:
             attributes[names.MESSAGE_ID] = _text(event_id)
-        span = tracer.start_span(
+        span = start_span(
+            tracer,
             f"send {topic}",
             context=_W3C.extract(carrier, Context()) if carrier else None,
             kind=otel.SpanKind.PRODUCER,
@@ -249,7 +253,7 @@ class _RecordedPhase:
         otel_context.detach(self._token)
         if error is not None and self._span.is_recording():
             self._record(error)
-        self._span.end()
+        end_span(self._span)
 
     def link(self, trace: TraceLink, relation: Relation = Relation.RUN) -> None:
         other = _context_of(trace)
@@ -301,7 +305,7 @@ class _PastPhase(_RecordedPhase):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._span.end()
+        end_span(self._span)
 
 
 def _client_attributes(client_id: str, servers: str) -> dict[str, str | int]:

@@ -171,6 +171,8 @@ class Delivery:
         processing, self._processing = self._processing, None
         if processing is not None:
             if self.recorded is not None:
+                if self.is_abandoned:
+                    self.recorded.released()
                 self.recorded.end()
             processing.end()
 

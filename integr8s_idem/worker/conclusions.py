@@ -115,9 +115,21 @@ class Conclusions:
         """End the item without settling its delivery, which will be redelivered."""
         item.release()
         item.delivery.is_abandoned = True
-        if item.delivery.recorded is not None:
-            item.delivery.recorded.released()
         self._done(item)
+
+    def cancelled(self, item: WorkItem) -> None:
+        """End an item whose task was cancelled, or handle it again if its assignment is open.
+
+        The worker cancels tasks only after it has closed their assignments.  If the task was cancelled by its handler,
+        nothing would redeliver the item, and its offset would never be committed.
+        """
+        if item.delivery.assignment.closed:
+            self.abandon(item)
+            return
+        item.release()
+        with logging_with(item):
+            logger.warning("%s: the task of its handler was cancelled, retrying", item.execution.label)
+        self._wait(item, self._processor.backoff.pause(1))
 
     def broken(self, item: WorkItem, error: BaseException) -> None:
         """Report a bug in the library: close the assignment, and stop the service."""
@@ -166,7 +178,7 @@ class Conclusions:
             if run is not None and run.lease is not None and run.lease.is_held and not run.lease.entered:
                 run.release()
             if task.cancelled():
-                self.abandon(item)
+                self.cancelled(item)
             else:
                 self._tasks.has_succeeded(task)
 

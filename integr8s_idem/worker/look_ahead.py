@@ -131,6 +131,7 @@ class LookAhead:
         prepared = self._prepared.pop(delivery, None)
         if prepared is not None:
             prepared.release()
+            delivery.is_abandoned = True
             delivery.end()
 
     def release_closed(self) -> None:

@@ -264,6 +264,9 @@ class Pipeline:
         if may_commit:
             for assignment, ended in groups.items():
                 self._finish(assignment, ended)
+        else:
+            for delivery in deliveries:
+                delivery.is_abandoned = True
         Delivery.end_all(deliveries)
         for assignment, ended in groups.items():
             assignment.remove_running(*ended)

@@ -103,6 +103,8 @@ class Runners:
                     waiting_for = context.run(work.send, None)
                 except StopIteration:
                     done += 1
+                    if task.cancelling():
+                        break  # by the handler; otherwise the next one would be cancelled when it waits
                 else:
                     self._current = None
                     self._end_items()
@@ -141,10 +143,11 @@ class Runners:
                 assert isinstance(execution, GuardedExecution)
                 item.run = None
                 outcome = await run.call(execution.call_patiently)
-        except AbandonedError:
-            conclusions.abandon(item)
         except Exception as error:  # noqa: BLE001  # `raised` handles all errors of an item
             conclusions.raised(item, error)
+        except asyncio.CancelledError:
+            conclusions.cancelled(item)
+            raise
         except BaseException:
             conclusions.abandon(item)
             raise

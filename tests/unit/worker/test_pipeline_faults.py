@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,8 @@ import pytest
 
 from integr8s_idem.config import OnKeyReused
 from integr8s_idem.handlers.dispatcher import EventDispatcher
-from integr8s_idem.records import ReserveRequest, Verdict
+from integr8s_idem.records import Completion, ReserveRequest, Verdict
+from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import ServiceWorker
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
@@ -29,6 +31,7 @@ from tests.support.pipelines import (
     dispatcher_of,
     leases_left,
     parcels,
+    reserved_by_another,
     sent,
     turns,
     unfinished,
@@ -38,6 +41,12 @@ from tests.support.pipelines import (
 async def cancel(worker: RunningWorker) -> None:
     worker.task.cancel()
     await asyncio.wait({worker.task}, timeout=3_600)
+
+
+def own_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 async def failure_of(dispatcher: EventDispatcher, broker: FakeBroker, **service: Any) -> tuple[ServiceWorker, str]:
@@ -164,6 +173,87 @@ async def test_a_store_that_returns_too_few_verdicts_stops_the_service_and_loses
     assert "zip" in why
     assert unfinished(worker) == {}
     assert broker.committed == {}
+
+
+@virtual_time
+async def test_a_store_that_confirms_too_few_outcomes_stops_the_service_and_ends_the_runs() -> None:
+    here, depot, broker = guarded(), Depot(), sent(10)
+    original = here.store.complete
+
+    async def too_few(completions: Sequence[Completion]) -> list[bool]:
+        return (await original(completions))[:-1]
+
+    with mock.patch.object(here.store, "complete", too_few):
+        worker, why = await failure_of(dispatcher_of(depot.handle, here), broker, ordering="none")
+
+    assert "zip" in why
+    assert unfinished(worker) == {}
+    assert broker.committed == {}
+    assert here.manager.executor.runs.keys() == []
+
+
+@pytest.mark.parametrize("ordering", ["partition", "none"])
+@virtual_time
+async def test_a_handler_that_cancels_its_own_task_is_retried_in_its_place(ordering: str) -> None:
+    here, depot, broker = guarded(max_attempts=1), Depot(), sent(5)
+
+    async def handle(event: ParcelSent) -> None:
+        await asyncio.sleep(0)
+        if event.number == 1 and 1 not in depot.started:
+            depot.started.append(1)
+            own_task().cancel()
+            await asyncio.sleep(0)
+        await depot.handle(event)
+
+    async with running(dispatcher_of(handle, here), broker, ordering=ordering) as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert unfinished(worker.worker) == {}
+
+    assert await leases_left(here) == []
+    assert sorted(depot.done) == list(range(5))
+    assert ordering == "none" or depot.done == list(range(5))
+
+
+@virtual_time
+async def test_a_suspect_that_cancels_its_own_task_is_retried() -> None:
+    here, depot, broker = guarded(), Depot(), sent(1)
+    for _ in range(2):
+        await reserved_by_another(here, 0, timedelta(seconds=1))
+        await asyncio.sleep(2)
+
+    async def handle(event: ParcelSent) -> None:
+        await asyncio.sleep(0)
+        if not depot.started:
+            depot.started.append(0)
+            own_task().cancel()
+            await asyncio.sleep(0)
+        await depot.handle(event)
+
+    async with running(dispatcher_of(handle, here), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert unfinished(worker.worker) == {}
+
+    assert depot.done == [0]
+    assert await leases_left(here) == []
+
+
+@virtual_time
+async def test_a_cancellation_that_a_handler_leaves_behind_does_not_reach_the_next_one() -> None:
+    here, depot, broker = guarded(max_attempts=1), Depot(), sent(5)
+    depot.held[2] = asyncio.Event()
+
+    async def handle(event: ParcelSent) -> None:
+        await depot.handle(event)
+        if event.number == 1:
+            own_task().cancel()
+            asyncio.get_running_loop().call_later(1, depot.held[2].set)
+
+    async with running(dispatcher_of(handle, here), broker, ordering="none") as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert depot.started == list(range(5))
+    assert sorted(depot.done) == list(range(5))
+    assert here.observer.counts[Signal.HANDLER_FAILED] == 0
 
 
 @virtual_time

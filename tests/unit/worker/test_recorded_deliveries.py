@@ -1,0 +1,108 @@
+"""Spans of deliveries whose traces are recorded, when they do not end as usual."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+
+from integr8s_idem.errors import PublishError
+from integr8s_idem.telemetry import Phase
+from integr8s_idem.testing.span_recorder import SpanRecorder
+from integr8s_idem.testing.virtual_time import virtual_time
+from tests.support.fake_consumer import FakeBroker
+from tests.support.fake_worker import FakePublisher, running
+from tests.support.guarded import guarded
+from tests.support.pipelines import TOPIC, Depot, ParcelSent, all_committed, dispatcher_of, sent, unfinished
+
+PROCESS = f"process {TOPIC.topic}"
+
+
+class UnreachablePublisher(FakePublisher):
+    """A publisher whose broker does not answer."""
+
+    async def send(
+        self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
+    ) -> None:
+        raise PublishError(topic, "switched off by the test")
+
+
+@virtual_time
+async def test_deliveries_that_were_reserved_before_their_turn_are_released_with_their_partition() -> None:
+    recorder, depot, broker = SpanRecorder(), Depot(), sent(6)
+    here = guarded(observer=recorder.observer("billing"))
+    depot.held[3] = asyncio.Event()
+
+    async with running(dispatcher_of(depot.handle, here), broker, drain_timeout_seconds=1) as worker:
+        await worker.until(lambda: 3 in depot.started)
+        await worker.consumer.take([TOPIC])
+        depot.held[3].set()
+
+    outcomes = [span.outcome for span in recorder.spans().named(PROCESS)]
+    assert sorted(outcomes) == ["executed"] * 4 + ["released"] * (len(outcomes) - 4)
+    assert len(outcomes) > 4, "none was reserved before its turn"
+
+
+@virtual_time
+async def test_an_undecodable_delivery_is_released_if_its_dead_letter_is_not_written_in_time() -> None:
+    recorder, broker = SpanRecorder(), FakeBroker()
+    here = guarded(observer=recorder.observer("billing"))
+    broker.put(TOPIC.topic, b"not an event")
+    dispatcher = dispatcher_of(Depot().handle, here)
+
+    async with running(dispatcher, broker, UnreachablePublisher(broker), drain_timeout_seconds=1) as worker:
+        await worker.until(lambda: len(recorder.spans()) > 0)
+        await worker.consumer.take([TOPIC])
+
+    assert recorder.spans().one(PROCESS).outcome == "released"
+
+
+class BrokenProcessor(SpanProcessor):
+    """Fails when a span with a name starts, or when it ends."""
+
+    def __init__(self, name: str, *, at_start: bool) -> None:
+        self._name = name
+        self._at_start = at_start
+        self.failures = 0
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        self._note(span, at_start=True)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self._note(span, at_start=False)
+
+    def _note(self, span: ReadableSpan, *, at_start: bool) -> None:
+        if span.name == self._name and at_start is self._at_start:
+            self.failures += 1
+            raise ValueError("the span processor is broken")
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    [
+        PROCESS,
+        f"send {TOPIC.topic}.dlq",
+        *(each.value for each in (Phase.RESERVE, Phase.HANDLE, Phase.COMPLETE, Phase.RELEASE, Phase.REPLAY)),
+    ],
+)
+@virtual_time
+async def test_a_broken_span_processor_changes_no_outcome(name: str, at_start: bool) -> None:
+    recorder, broken, broker = SpanRecorder(), BrokenProcessor(name, at_start=at_start), sent(4)
+    recorder.provider.add_span_processor(broken)
+    here = guarded(observer=recorder.observer("billing"))
+    depot = Depot(errors={2: [OSError("not yet")]})
+    broker.put(TOPIC.topic, b"not an event")
+    broker.publish(ParcelSent(number=1, event_id="parcel-1"))
+
+    async with running(dispatcher_of(depot.handle, here), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert unfinished(worker.worker) == {}
+
+    assert broken.failures
+    assert depot.done == [0, 1, 2, 3]
+    assert depot.started == [0, 1, 2, 2, 3]
+    assert len(broker.values(f"{TOPIC.topic}.dlq")) == 1
