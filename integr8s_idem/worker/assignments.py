@@ -125,7 +125,8 @@ class Delivery:
         if not isinstance(processing, nullcontext):
             self._processing = DetachedPhase(processing, context)
             if is_recorded(processing):
-                self.recorded = RecordedDelivery(self._processing.span, context)
+                # A copy, in which the span is also current after its end: the store may answer later.
+                self.recorded = RecordedDelivery(self._processing.span, context.copy())
 
     def log_fields(self) -> Mapping[str, object]:
         """Return the fields of log records about it."""

@@ -16,7 +16,7 @@ class RecordedDelivery:
     """The span of a delivery that is recorded, and how its handlers have ended so far."""
 
     def __init__(self, span: Span, context: Context) -> None:
-        """`context` is the one in which `span` is current."""
+        """`context` is one in which `span` is current, also after its end."""
         self._span = span
         self._context = context
         self._outcome = DeliveryOutcome.IGNORED

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextvars import copy_context
 
 import pytest
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 
 from integr8s_idem.errors import PublishError
+from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.telemetry import Phase
 from integr8s_idem.testing.span_recorder import SpanRecorder
 from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.assignments import Assignment, Delivery
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import FakePublisher, running
 from tests.support.guarded import guarded
@@ -58,6 +61,23 @@ async def test_an_undecodable_delivery_is_released_if_its_dead_letter_is_not_wri
         await worker.consumer.take([TOPIC])
 
     assert recorder.spans().one(PROCESS).outcome == "released"
+
+
+@virtual_time
+async def test_a_late_answer_of_the_store_is_observed_below_the_delivery_that_has_ended() -> None:
+    recorder, (record,) = SpanRecorder(), sent(1).values(TOPIC.topic)
+    observer = recorder.observer("billing")
+    here = guarded(observer=observer)
+    delivery = Delivery(record, Assignment(TOPIC))
+    (execution,) = dispatcher_of(Depot().handle, here).executions(ParcelSent(event_id="parcel-0"))
+    assert isinstance(execution, GuardedExecution)
+
+    delivery.begin(copy_context(), observer.processing(record, "parcel_sent", "parcel-0"))
+    delivery.begin_items([execution])
+    delivery.end()
+    await here.manager.executor.reserve_together([execution.work])
+
+    assert [span.name for span in recorder.spans().one(PROCESS).children] == ["idempotency.reserve"]
 
 
 class BrokenProcessor(SpanProcessor):
