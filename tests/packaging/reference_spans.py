@@ -18,9 +18,9 @@ From a trace to its record: `integr8s-idem keys explain` takes the value of `{co
 `orders:3:1042`. From the record to the trace: its output names the trace and the span of the delivery that did the
 work. [Reading a trace](../explanation/traces.md) explains both, and shows a request as a picture.
 
-Spans of deliveries and of sent messages are recorded by the worker and by `EventPublisher`. FastStream and loops of your
-own get the `idempotency.*` spans below those of your own instrumentation. A duplicate that is answered from the local
-memory (`local_memory_keys`) has no `idempotency.replay` span and no link.
+Spans of deliveries and of sent messages are recorded by the worker and by `EventPublisher`. FastStream and loops of
+your own get the `idempotency.*` spans below those of your own instrumentation. A duplicate that is answered from the
+local memory (`local_memory_keys`) has no `idempotency.replay` span and no link.
 
 `{conventions.SERVER_ADDRESS}` and `{conventions.SERVER_PORT}` are those of the first broker in
 `[kafka] bootstrap_servers`. Keys and messages of exceptions are in spans only with `[telemetry] span_keys = true`. A
