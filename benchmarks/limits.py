@@ -27,6 +27,18 @@ LIMITS: Final[Mapping[str, str]] = {
         "over redis-py, without shared round trips, the same script reaches 0.64. The local memory "
         "(`local_duplicate`) saves most of it"
     ),
+    "local_duplicate": (
+        "limited by the CPU of this process: looking the key up and replaying its result takes some 4 µs. The figure "
+        "depends on the partner's round trip, which took about 105 µs here and 119 µs when the target was reached"
+    ),
+    "kafka_vs_raw_loop_native": (
+        "as for `kafka_vs_raw_loop`: native code takes over decoding, keys and the encoding of requests, not the "
+        "settling of events in concurrent slots, which takes most of the time that is left"
+    ),
+    "kafka_vs_faststream_native": (
+        "as for `kafka_vs_faststream`: even the plain service, without a guard, reached 1.7 in the same run, without "
+        "native code"
+    ),
     "batch500_fresh": (
         "limited by Redis: its two scripts take 11 µs of CPU per key, and each `SET` is written to the append-only "
         "file; by CPU of this process, the figure exceeds its target"

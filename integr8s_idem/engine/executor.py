@@ -248,37 +248,31 @@ class Executor(RunServices):
                 (`IdempotencyConflictError`).
             ApplicationError: The work was requested within its own run.
         """
-        try:
-            return await self._await_outcome(work, one_pass, on_in_progress, wait_timeout)
-        finally:
-            self.verdicts.end_wait(work)
-
-    async def _await_outcome(
-        self,
-        work: Work,
-        one_pass: Callable[[], Awaitable[P | InProgress]],
-        on_in_progress: OnInProgress,
-        wait_timeout: timedelta | None,
-    ) -> P | InProgress:
         began_at = self._leases.now()
-        while True:
-            outcome: P | InProgress = await one_pass()
-            if work.forgotten and isinstance(outcome, Completed):
-                outcome = _about_to_expire(outcome)
-            if not isinstance(outcome, InProgress):
-                return outcome
-            if on_in_progress is OnInProgress.SKIP:
-                self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
-                return outcome
-            self.runs.refuse_to_wait_for_itself(outcome, work)
-            label, attempt = work.key.label, outcome.attempt
-            if on_in_progress is OnInProgress.RAISE:
-                raise InProgressError(label, attempt, outcome.retry_after, outcome.owner)
-            waited = self._leases.now() - began_at
-            left = float("inf") if wait_timeout is None else wait_timeout.total_seconds() - waited
-            if wait_timeout is not None and left <= 0:
-                raise IdempotencyConflictError(label, attempt, outcome.retry_after, outcome.owner, wait_timeout)
-            await self.wait_for_change(work, outcome, at_most=left)
+        try:
+            while True:
+                outcome: P | InProgress = await one_pass()
+                if work.forgotten and isinstance(outcome, Completed):
+                    outcome = _about_to_expire(outcome)
+                if not isinstance(outcome, InProgress):
+                    return outcome
+                if on_in_progress is OnInProgress.SKIP:
+                    self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
+                    return outcome
+                self._check_wait(work, outcome, on_in_progress)
+                left = float("inf")
+                if wait_timeout is not None:
+                    left = _time_left(work, outcome, wait_timeout, self._leases.now() - began_at)
+                await self.wait_for_change(work, outcome, at_most=left)
+        finally:
+            if work.looks:
+                self.verdicts.end_wait(work)
+
+    def _check_wait(self, work: Work, found: InProgress, on_in_progress: OnInProgress) -> None:
+        """Raise an error if the caller may not wait for another run."""
+        self.runs.refuse_to_wait_for_itself(found, work)
+        if on_in_progress is OnInProgress.RAISE:
+            raise InProgressError(work.key.label, found.attempt, found.retry_after, found.owner)
 
     async def wait_for_change(self, work: Work, found: InProgress, *, at_most: float = float("inf")) -> None:
         """Wait before the next check of a key: until its run in this process ends, or for a pause.
@@ -434,3 +428,15 @@ def _about_to_expire(done: Completed) -> InProgress:
     return InProgress(
         key=done.key, attempt=done.attempt, retry_after=timedelta(seconds=1), owner="a run that has just ended"
     )
+
+
+def _time_left(work: Work, found: InProgress, longest: timedelta, waited: float) -> float:
+    """Return for how many seconds the caller may still wait for another run.
+
+    Raises:
+        IdempotencyConflictError: It has waited for too long.
+    """
+    left = longest.total_seconds() - waited
+    if left <= 0:
+        raise IdempotencyConflictError(work.key.label, found.attempt, found.retry_after, found.owner, longest)
+    return left
