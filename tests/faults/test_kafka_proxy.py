@@ -16,7 +16,8 @@ from tests.kafka_faults.workload import Workload, open_workload
 from tests.support.conditions import eventually
 from tests.support.counting import CountingObserver
 from tests.support.fault_proxy import Corrupt, Cut, Delay, FaultProxy, HalfOpen
-from tests.support.kafka.broker import Kafka, KafkaBroker, free_ports
+from tests.support.kafka.broker import Kafka, KafkaBroker
+from tests.support.ports import reserve_port
 from tests.support.workers import OrderPlaced
 
 pytestmark = pytest.mark.kafka
@@ -29,7 +30,7 @@ header, then forward over the base offset."""
 @cache
 def _broker() -> tuple[KafkaBroker, int]:
     """Start a broker that advertises the port of the proxy, and return it with that port."""
-    [port] = free_ports(1)
+    port = reserve_port()
     return servers.own_broker({"advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}"}), port
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -17,8 +17,8 @@ from integr8s_idem.config import MysqlStoreSettings, PostgresqlStoreSettings
 from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, settings_engine, sql_engine
 from tests.support.conditions import eventually
-from tests.support.kafka.broker import free_ports
 from tests.support.mariadb import MariadbServer, missing_programs
+from tests.support.ports import reserve_port
 from tests.support.postgres import PostgresServer
 from tests.support.tls import Authority, TlsFront
 
@@ -36,7 +36,8 @@ class Servers:
 
     @cached_property
     def postgres(self) -> TcpPostgres:
-        server, _ = start(TcpPostgres)
+        server = TcpPostgres(reserve_port())
+        server.start()
         return server
 
     @asynccontextmanager
@@ -60,7 +61,9 @@ class Servers:
     async def _mariadb(self, *, secure: bool) -> int:
         if secure not in self._mariadbs:
             certificate = self.authority.certificate_files(self.folder) if secure else ()
-            server, port = start(lambda port: mariadb(port, *certificate, ca=self.authority.ca_file))
+            port = reserve_port()
+            server = mariadb(port, *certificate, ca=self.authority.ca_file)
+            server.start()
             self._mariadbs[secure] = server, port
             await run(server.url, *USERS)
         return self._mariadbs[secure][1]
@@ -69,24 +72,6 @@ class Servers:
         for server, _ in self._mariadbs.values():
             server.stop()
         self.postgres.stop()
-
-
-S = TypeVar("S", "TcpPostgres", MariadbServer)
-
-
-def start(create: Callable[[int], S]) -> tuple[S, int]:
-    """Start a server on a free port.  Retry, because a connection of another test may take the port first."""
-    for last in (False, False, True):
-        (port,) = free_ports(1)
-        server = create(port)
-        try:
-            server.start()
-        except Exception as error:
-            if last or "Address already in use" not in str(error):
-                raise
-        else:
-            return server, port
-    raise AssertionError
 
 
 class TcpPostgres(PostgresServer):

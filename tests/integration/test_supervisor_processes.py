@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.support.conditions import wait_until
+from tests.support.ports import reserve_port
 from tests.support.processes import ServiceProcess
 from tests.support.supervised import SupervisedProcess, gone, is_running, supervised
 from tests.support.terminal import Terminal
@@ -22,11 +23,11 @@ Start = Callable[..., SupervisedProcess]
 
 
 @pytest.fixture
-def settings(tmp_path: Path, redis_url: str, unused_tcp_port: int) -> Path:
+def settings(tmp_path: Path, redis_url: str) -> Path:
     """Return settings for a broker that does not answer."""
     file = tmp_path / "settings.toml"
     file.write_text(
-        f'[kafka]\nbootstrap_servers = "127.0.0.1:{unused_tcp_port}"\n[store]\nurl = "{redis_url}"\n'
+        f'[kafka]\nbootstrap_servers = "127.0.0.1:{reserve_port()}"\n[store]\nurl = "{redis_url}"\n'
         "[telemetry]\nmetrics_port = 0\n"
     )
     return file

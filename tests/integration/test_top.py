@@ -38,6 +38,7 @@ from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from integr8s_idem.worker.health import Health, ServiceHealth
 from tests.support.accepting import Acceptor
 from tests.support.http_server import serving
+from tests.support.ports import reserve_port
 from tests.support.processes import ServiceProcess
 
 Respond = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
@@ -279,9 +280,7 @@ class Worker:
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     folder = tmp_path_factory.mktemp("worker")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserve_port()
     (folder / "settings.toml").write_text(f"[telemetry]\nmetrics_port = {port}\n")
     arguments = (
         "examples.billing.workers:platform",

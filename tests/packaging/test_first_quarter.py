@@ -22,7 +22,7 @@ import pytest
 
 from tests.packaging.repository import ROOT, code_blocks, files, section
 from tests.support.conditions import eventually
-from tests.support.kafka.broker import free_ports
+from tests.support.ports import reserve_port
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 (INSTALL,) = code_blocks(section(README, "Install"), "sh")
@@ -83,7 +83,7 @@ def newcomer(tmp_path: Path) -> Newcomer:
             "PATH": os.pathsep.join(map(str, programs)),
             "HOME": str(tmp_path),
             "LANG": "C.UTF-8",
-            "INTEGR8S_IDEM_TELEMETRY__METRICS_PORT": str(free_ports(1)[0]),
+            "INTEGR8S_IDEM_TELEMETRY__METRICS_PORT": str(reserve_port()),
         },
     )
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 import httpx
 import yaml
 
-from tests.support.kafka.broker import free_ports
+from tests.support.ports import reserve_port
 
 SCRAPE: Final = "500ms"
 """Interval of scrapes and rule evaluations; tests wait for several."""
@@ -59,7 +59,7 @@ class Prometheus:
     """
 
     def __init__(self, targets: Sequence[str], rules: Sequence[Path], labels: Mapping[str, str] | None = None) -> None:
-        (self.port,) = free_ports(1)
+        self.port = reserve_port()
         self._configuration = {
             "global": {"scrape_interval": SCRAPE, "scrape_timeout": SCRAPE, "evaluation_interval": SCRAPE},
             "rule_files": [str(file) for file in rules],

@@ -26,6 +26,7 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from tests.support.fault_proxy import Address
+from tests.support.ports import reserve_port
 
 BINARY_VARIABLE: Final = "INTEGR8S_IDEM_TEST_REDIS_SERVER"
 
@@ -143,16 +144,12 @@ class RedisServer:
         assert self._process is None, "the server is already running"
         if self.folder == Path():
             self.folder = Path(tempfile.mkdtemp(prefix="idem-redis-"))
-        attempts = 5 if self.tcp and not self.port else 1
-        for attempt in range(1, attempts + 1):
-            port = self.port or (_free_port(self._below) if self.tcp else 0)
-            self._launch(port)
-            if self._await_answer(port, (*_ANSWERS, b"-LOADING") if loading else _ANSWERS):
-                self.port = port
-                return
+        if self.tcp and not self.port:
+            self.port = reserve_port(self._below)
+        self._launch()
+        if not self._await_answer((*_ANSWERS, b"-LOADING") if loading else _ANSWERS):
             self._end(signal.SIGKILL)
-            if attempt == attempts:
-                raise RuntimeError(f"{self.binary} did not start:\n{self.log()}")
+            raise RuntimeError(f"{self.binary} did not start:\n{self.log()}")
 
     def stop(self) -> None:
         """Stop the server and delete its data. Does nothing if it was not started."""
@@ -211,9 +208,9 @@ class RedisServer:
     ) -> None:
         self.stop()
 
-    def _launch(self, port: int) -> None:
+    def _launch(self) -> None:
         settings: dict[str, str | Sequence[str]] = {
-            "port": str(port),
+            "port": str(self.port),
             "dir": str(self.folder),
             "save": "",
             "daemonize": "no",
@@ -228,18 +225,18 @@ class RedisServer:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder
             )
 
-    def _await_answer(self, port: int, answers: tuple[bytes, ...]) -> bool:
+    def _await_answer(self, answers: tuple[bytes, ...]) -> bool:
         assert self._process is not None
         until = time.monotonic() + _START_SECONDS
         while time.monotonic() < until and self._process.poll() is None:
-            if self._answers(port, answers):
+            if self._answers(answers):
                 return True
             time.sleep(0.005)
         return False
 
-    def _answers(self, port: int, answers: tuple[bytes, ...]) -> bool:
+    def _answers(self, answers: tuple[bytes, ...]) -> bool:
         family = socket.AF_INET if self.tcp else socket.AF_UNIX
-        address = ("127.0.0.1", port) if self.tcp else str(self.socket_path)
+        address = ("127.0.0.1", self.port) if self.tcp else str(self.socket_path)
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.settimeout(1)
             try:
@@ -267,12 +264,3 @@ class RedisServer:
 def url_of(address: Address) -> str:
     """Return the URL for settings and `Redis.from_url`."""
     return f"redis://127.0.0.1:{address}/0" if isinstance(address, int) else f"unix://{address}?db=0"
-
-
-def _free_port(below: int) -> int:
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if port < below:
-            return port

@@ -42,9 +42,9 @@ class SentinelServer(RedisServer):
             f"sentinel parallel-syncs {NAME} 2\n" + "".join(f"{line}\n" for line in more)
         )
 
-    def _launch(self, port: int) -> None:
+    def _launch(self) -> None:
         file = self.folder / "sentinel.conf"
-        file.write_text(f"port {port}\nbind 127.0.0.1\ndir {self.folder}\n{self._lines}")
+        file.write_text(f"port {self.port}\nbind 127.0.0.1\ndir {self.folder}\n{self._lines}")
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [str(self.binary), str(file), "--sentinel"],

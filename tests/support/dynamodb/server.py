@@ -22,7 +22,8 @@ from typing import Any, Final, Self
 
 from integr8s_idem.config import DynamodbStoreSettings
 from integr8s_idem.embedded.child_server import ChildServer
-from tests.support.kafka.broker import ToolsMissingError, find_java, free_ports
+from tests.support.kafka.broker import ToolsMissingError, find_java
+from tests.support.ports import reserve_port
 
 JARS: Final = Path(__file__).parents[3] / ".cache" / "dynamodb" / "libs"
 CREDENTIALS: Final = {
@@ -57,7 +58,7 @@ class DynamoServer:
         """Raise `ToolsMissingError` if Java or the jars are missing."""
         if missing := missing_jars():
             raise ToolsMissingError(missing)
-        (self.port,) = free_ports(1)
+        self.port = reserve_port()
         self._folder = tempfile.TemporaryDirectory(prefix="idem-dynamodb-")
         folder = Path(self._folder.name)
         command = [find_java(), *_JVM, f"-Djava.library.path={JARS}", "-cp", f"{JARS}/*", _MAIN]

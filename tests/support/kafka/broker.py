@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from typing import Any
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from integr8s_idem.embedded.child_server import ChildServer
+from tests.support.ports import reserve_port
 
 JARS = Path(__file__).parents[3] / ".cache" / "kafka" / "libs"
 OLDEST_JAVA = 17
@@ -107,7 +107,7 @@ class KafkaBroker(Kafka):
         Args:
             folder: An empty folder; the caller deletes it after the last `kill` or `stop`.
             settings: Broker settings in addition to those for fast tests.
-            ports: Ports for clients and controllers; free ones by default.
+            ports: Ports for clients and controllers; reserved ones by default.
             heap: Memory of the Java process for `-Xmx`.
 
         Raises:
@@ -116,7 +116,7 @@ class KafkaBroker(Kafka):
         self._java = find_java()
         self._jars = find_jars()
         self._heap = heap
-        port, self._controller_port = ports or free_ports(2)
+        port, self._controller_port = ports or (reserve_port(), reserve_port())
         super().__init__(f"127.0.0.1:{port}")
         self._port = port
         self._properties = folder / "server.properties"
@@ -209,13 +209,6 @@ def find_jars() -> Path:
     if not any(JARS.glob("kafka_*.jar")):
         raise ToolsMissingError("no jars of Apache Kafka: run `make kafka`")
     return JARS
-
-
-def free_ports(count: int) -> list[int]:
-    """Return free loopback ports."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [taken.getsockname()[1] for taken in sockets]
 
 
 def _serves(port: int) -> bool:

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from tests.support.kafka.broker import Kafka, KafkaBroker, free_ports
+from tests.support.kafka.broker import Kafka, KafkaBroker
+from tests.support.ports import reserve_port
 
 _REPLICATED: Final = {
     "default.replication.factor": "3",
@@ -27,7 +28,7 @@ class KafkaCluster(Kafka):
 
     def __init__(self, folder: Path) -> None:
         """Format three data folders in `folder`. Raises `ToolsMissingError`."""
-        ports = free_ports(6)
+        ports = [reserve_port() for _ in range(6)]
         controllers = ports[3:]
         voters = ",".join(f"{node}@127.0.0.1:{port}" for node, port in enumerate(controllers, start=1))
         self.brokers: dict[int, KafkaBroker] = {}

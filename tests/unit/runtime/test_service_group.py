@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from io import StringIO
 from typing import Any, cast
 
@@ -26,6 +25,7 @@ from integr8s_idem.integrations.dishka import (
 )
 from integr8s_idem.runtime import ServiceGroup
 from tests.support.conditions import eventually
+from tests.support.ports import reserve_port
 from tests.support.workers import OrderPlaced
 
 SETTINGS = Settings(store={"kind": "memory"}, telemetry={"metrics_enabled": False})
@@ -114,8 +114,8 @@ async def test_on_metrics_is_called_with_the_address_of_the_endpoint() -> None:
     assert port > 0
 
 
-async def test_if_kafka_and_the_store_are_down_both_are_reported(unused_tcp_port_factory: Callable[[], int]) -> None:
-    broker, store = unused_tcp_port_factory(), unused_tcp_port_factory()
+async def test_if_kafka_and_the_store_are_down_both_are_reported() -> None:
+    broker, store = reserve_port(), reserve_port()
     settings = Settings(
         kafka={"bootstrap_servers": f"127.0.0.1:{broker}"},
         store={"url": f"redis://127.0.0.1:{store}/0", "timeout_seconds": 0.2},
