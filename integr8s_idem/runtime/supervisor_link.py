@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -108,6 +109,15 @@ class SupervisorLink:
             self._send(json.dumps({"ready": True}))
 
     def _serve(self) -> None:
+        try:
+            self._obey()
+            self._outlive_nobody()
+        except Exception:  # noqa: BLE001 -- without this thread, the process could outlive its supervisor
+            traceback.print_exc()  # logging may be what failed
+        self._end_process(1)
+
+    def _obey(self) -> None:
+        """Answer the supervisor and follow its orders until it is dead."""
         with suppress(ConnectionError), self._socket, self._socket.makefile("rb") as stream:
             for line in stream:
                 word = line.decode().strip()
@@ -115,7 +125,6 @@ class SupervisorLink:
                     self._order(word)
                 else:
                     self._send(self._answer(word))
-        self._outlive_nobody()
 
     def _send(self, line: str) -> None:
         with self._sending:
@@ -154,13 +163,13 @@ class SupervisorLink:
                 self._end_process(1)
 
     def _outlive_nobody(self) -> None:
-        """Drain, since the supervisor has died, and exit at the end of the grace period."""
-        if self._attached is not None:
-            _log.error("the supervisor of this worker process has died: draining")
-            self._order("drain")
-            time.sleep(self.grace_seconds)
-            _log.error("exiting with handlers that are still running")
-        self._end_process(1)
+        """Drain, since the supervisor has died, and return at the end of the grace period."""
+        if self._attached is None:
+            return
+        self._order("drain")
+        _log.error("the supervisor of this worker process has died: draining")
+        time.sleep(self.grace_seconds)
+        _log.error("exiting with handlers that are still running")
 
 
 async def _health_of(services: Drainable) -> Health:

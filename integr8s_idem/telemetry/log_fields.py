@@ -98,13 +98,16 @@ def context_fields(*, keys: bool = False) -> dict[str, object]:
 
 def _span_fields() -> dict[str, object]:
     # If nothing has imported the API, there is no current span; importing it here would cost 20 ms.
-    otel = sys.modules.get("opentelemetry.trace")
-    if otel is None:
+    if "opentelemetry.trace" not in sys.modules:
         return {}
-    span = otel.get_current_span().get_span_context()
+    try:
+        from opentelemetry.trace import format_span_id, format_trace_id, get_current_span
+    except ImportError:  # this line was logged by its import
+        return {}
+    span = get_current_span().get_span_context()
     if not span.is_valid:
         return {}
-    return {"trace_id": otel.format_trace_id(span.trace_id), "span_id": otel.format_span_id(span.span_id)}
+    return {"trace_id": format_trace_id(span.trace_id), "span_id": format_span_id(span.span_id)}
 
 
 class ServiceSource:

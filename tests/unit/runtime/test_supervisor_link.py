@@ -144,6 +144,22 @@ async def test_a_worker_does_not_outlive_its_supervisor_while_it_starts() -> Non
     await eventually(lambda: supervisor.exits == [1])
 
 
+async def test_a_worker_does_not_outlive_its_supervisor_if_it_cannot_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor_link._log, "error", _fail)
+    services = FakeServices()
+    async with linked(services) as supervisor:
+        supervisor.die()
+        await eventually(lambda: supervisor.exits == [1])
+        await eventually(lambda: services.calls == ["drain"])
+    assert "ZeroDivisionError: cannot log" in capsys.readouterr().err
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError("cannot log")
+
+
 async def test_a_blocked_event_loop_has_no_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_link, "HEALTH_SECONDS", 0.01)
     async with linked(FakeServices()) as supervisor:

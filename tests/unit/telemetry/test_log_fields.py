@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from io import StringIO
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -382,6 +384,12 @@ def test_a_record_factory_of_the_application_may_set_the_same_names(lines: Lines
         logging.setLogRecordFactory(made)
 
     assert lines.of("shop")[0]["attempt"] == "first"
+
+
+def test_a_line_is_logged_while_the_tracing_api_is_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", ModuleType("opentelemetry.trace"))  # still empty
+
+    assert context_fields() == {}
 
 
 def test_a_message_without_a_context_has_no_fields() -> None:
