@@ -97,17 +97,14 @@ def context_fields(*, keys: bool = False) -> dict[str, object]:
 
 
 def _span_fields() -> dict[str, object]:
-    # If nothing has imported the API, there is no current span; importing it here would cost 20 ms.
-    if "opentelemetry.trace" not in sys.modules:
-        return {}
+    # Before the API is imported, there is no current span; importing it here would cost 20 ms.
+    otel: Any = sys.modules.get("opentelemetry.trace")
     try:
-        from opentelemetry.trace import format_span_id, format_trace_id, get_current_span
-    except ImportError:  # this line was logged by its import
+        current_span, trace_id, span_id = otel.get_current_span, otel.format_trace_id, otel.format_span_id
+    except AttributeError:  # not imported, or another thread is importing it
         return {}
-    span = get_current_span().get_span_context()
-    if not span.is_valid:
-        return {}
-    return {"trace_id": format_trace_id(span.trace_id), "span_id": format_span_id(span.span_id)}
+    span = current_span().get_span_context()
+    return {"trace_id": trace_id(span.trace_id), "span_id": span_id(span.span_id)} if span.is_valid else {}
 
 
 class ServiceSource:
