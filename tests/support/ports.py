@@ -1,4 +1,4 @@
-"""Loopback ports for servers that cannot choose one themselves, or that must keep theirs while they are down."""
+"""Loopback ports for servers that cannot choose one themselves, or that must keep it while they are down."""
 
 from __future__ import annotations
 
