@@ -109,7 +109,7 @@ class Executor(RunServices):
                 verdict = await self.client.reserve(self.client.request(work))
                 self.verdicts.observe(work, verdict, since)
             else:
-                with self.observer.phase(Phase.RESERVE, work.event_type) as span:
+                with self.observer.phase(Phase.RESERVE, work.event_type, handler=work.handler) as span:
                     work.trace = work.trace or span.trace()
                     verdict = await self.client.reserve(self.client.request(work))
                     if work.trace is not None:
@@ -211,7 +211,7 @@ class Executor(RunServices):
             run.attempt = attempt
             self.runs.enter(run)
             try:
-                with self.observer.phase(Phase.HANDLE, work.event_type):
+                with self.observer.phase(Phase.HANDLE, work.event_type, attempt=attempt.number, handler=work.handler):
                     value: T = repeatable(await function(attempt), work.key.label, work.returns)
                     return value
             finally:
@@ -370,7 +370,7 @@ class Executor(RunServices):
         match verdict:
             case Completed() | Failed():
                 self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
-                with self.observer.phase(Phase.REPLAY, work.event_type) as span:
+                with self.observer.phase(Phase.REPLAY, work.event_type, handler=work.handler) as span:
                     if verdict.trace is not None:
                         span.link(verdict.trace, Relation.RUN)
             case KeyReused():

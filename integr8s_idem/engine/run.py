@@ -180,7 +180,9 @@ class Run(ActiveRun):
         runs.enter(self)
         try:
             try:
-                with services.observer.phase(Phase.HANDLE, work.event_type, attempt=attempt.number):
+                with services.observer.phase(
+                    Phase.HANDLE, work.event_type, attempt=attempt.number, handler=work.handler
+                ):
                     try:
                         called = function(attempt)
                         running = called if type(called) is CoroutineType else as_coroutine(called)
@@ -231,7 +233,7 @@ class Run(ActiveRun):
         try:
             if lease is not None and completion is not None:
                 began_at, services, wait = monotonic(), self._services, self.options.wait_for_store
-                with services.observer.phase(Phase.COMPLETE, self.work.event_type):
+                with services.observer.phase(Phase.COMPLETE, self.work.event_type, handler=self.work.handler):
                     await services.client.write_outcome(self.work, completion, lease.deadline, wait)
                 if services.cache is not None:
                     self.keep(completion, began_at)
@@ -278,7 +280,10 @@ class Run(ActiveRun):
         attempt = self._begin_attempt(lease)
         self._services.runs.add(self)
         lease.enter(owner)
-        phase = self._services.observer.phase(Phase.HANDLE, self.work.event_type, attempt=attempt.number)
+        work = self.work
+        phase = self._services.observer.phase(
+            Phase.HANDLE, work.event_type, attempt=attempt.number, handler=work.handler
+        )
         self._phase = DetachedPhase(phase, copy_context())
         return attempt
 
@@ -407,7 +412,9 @@ class Run(ActiveRun):
     async def _call_unguarded(self, function: Callable[[Attempt], Awaitable[T]]) -> Returned[T] | HandlerFailed:
         work = self.work
         try:
-            with self._services.observer.phase(Phase.HANDLE, work.event_type):
+            with self._services.observer.phase(
+                Phase.HANDLE, work.event_type, attempt=self.attempt.number, handler=work.handler
+            ):
                 value: T = repeatable(await function(self.attempt), work.key.label, work.returns)
         except Exception as error:  # noqa: BLE001  # returned as the outcome
             return self._unguarded_failure(error)
@@ -451,7 +458,7 @@ class Run(ActiveRun):
     async def _record_failure(self, lease: HeldLease, error: Exception) -> HandlerFailed:
         client, work, reserved = self._services.client, self.work, lease.reservation
         failure = client.failure(reserved, describe_error(error), work.ttl)
-        with self._services.observer.phase(Phase.FAIL, work.event_type):
+        with self._services.observer.phase(Phase.FAIL, work.event_type, handler=work.handler):
             try:
                 await client.write_outcome(work, failure, lease.deadline, self.options.wait_for_store)
             except ResultNotStoredError:

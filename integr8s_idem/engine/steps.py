@@ -115,6 +115,7 @@ class Steps:
                 self._run.work.ttl,
                 on_failure=OnFailure.BLOCK if once is Once.AT_MOST_ONCE else None,
                 on_key_reused=OnKeyReused.RAISE,
+                handler=self._run.work.handler,
             )
             outcome = await self._settled(work, step)
             if not isinstance(outcome, KeyReused):

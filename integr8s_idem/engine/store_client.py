@@ -284,7 +284,7 @@ class StoreClient:
         `wait_for_store`: awaited if the store does not answer; then the release is retried until the end of the lease
         at `deadline`, by the event loop's clock.
         """
-        with self._observer.phase(Phase.RELEASE, work.event_type):
+        with self._observer.phase(Phase.RELEASE, work.event_type, handler=work.handler):
             while True:
                 try:
                     released = await self._releases.ask(reserved)

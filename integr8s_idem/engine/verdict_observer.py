@@ -66,20 +66,22 @@ class VerdictObserver:
 
     def _verdict(self, work: Work, verdict: Verdict, since: float) -> None:
         facts = None if work.trace is None else _facts_of(work, verdict)
-        with self._observer.phase(Phase.RESERVE, work.event_type, past=Past(since, facts)) as span:
+        with self._observer.phase(
+            Phase.RESERVE, work.event_type, handler=work.handler, past=Past(since, facts)
+        ) as span:
             link_to_previous(span, work, verdict)
 
     def _failed(self, work: Work, error: BaseException, since: float) -> None:
-        with self._observer.phase(Phase.RESERVE, work.event_type, past=Past(since)) as span:
+        with self._observer.phase(Phase.RESERVE, work.event_type, handler=work.handler, past=Past(since)) as span:
             span.fail(error)
 
     def _completed(self, work: Work, since: float) -> None:
-        with self._observer.phase(Phase.COMPLETE, work.event_type, past=Past(since)):
+        with self._observer.phase(Phase.COMPLETE, work.event_type, handler=work.handler, past=Past(since)):
             pass
 
     def _waited(self, work: Work) -> None:
         waited = Past(work.waiting_since, {conventions.LOOKS: work.looks})
-        with self._observer.phase(Phase.WAIT, work.event_type, past=waited):
+        with self._observer.phase(Phase.WAIT, work.event_type, handler=work.handler, past=waited):
             pass
 
 

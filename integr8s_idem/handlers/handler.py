@@ -124,7 +124,7 @@ class HandlerExecution:
         key = handler.plain_key(self.event, self.generation)
         attempt = Attempt(key, self._tries, 0, float("inf"), self.label, self.generation)
         try:
-            with handler.observer.phase(Phase.HANDLE, self.event.event_type):
+            with handler.observer.phase(Phase.HANDLE, self.event.event_type, attempt=self._tries, handler=handler.name):
                 value = await handler.work(self.event, attempt, patient=wait_for_store is not None)
         except Exception as error:  # noqa: BLE001  # returned as the outcome
             handler.observer.count(Signal.HANDLER_FAILED, self.event.event_type)
@@ -150,7 +150,7 @@ class GuardedExecution(HandlerExecution):
         key, fingerprint = handler.resolver.resolve(handler.name, event, generation)
         if handler.hides_keys:
             key = key.hidden()
-        self.work = Work(key, fingerprint, handler.ttl, event.event_type, returns=handler.returns)
+        self.work = Work(key, fingerprint, handler.ttl, event.event_type, returns=handler.returns, handler=handler.name)
         self.executor = handler.manager.executor
 
     @property
@@ -295,7 +295,7 @@ class EventHandler:
     async def _call_batch(self, members: Sequence[Member]) -> Any:
         batch = Batch([member.attempt for member in members], [member.outgoing for member in members])
         call = BatchCall([member.event for member in members], batch, [member.run for member in members])
-        with self.observer.batch(self.event_type, [member.context for member in members]):
+        with self.observer.batch(self.event_type, [member.context for member in members], self.name):
             return await self._call(call)
 
     def _call(self, call: HandlerCall | BatchCall) -> Coroutine[Any, Any, Any]:

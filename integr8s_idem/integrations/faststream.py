@@ -420,7 +420,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         assert name is not None, "check_subscriber rejects subscribers without a name"
         key = key_of_message(group, name, text)
         ttl = None if self._settings.ttl is None else self._manager.checked_ttl(self._settings.ttl)
-        return Work(self._manager.space.key(key), fingerprint(record.value or b""), ttl)
+        return Work(self._manager.space.key(key), fingerprint(record.value or b""), ttl, handler=name)
 
     async def _work(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         with self._runs[0][0].within() if len(self._runs) == 1 else nullcontext():

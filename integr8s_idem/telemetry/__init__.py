@@ -207,13 +207,14 @@ class Observer(Protocol):
         ...
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, handler: str = "", past: Past | None = None
     ) -> AbstractContextManager[Span]:
         """Observe a phase and its duration; an exception marks it as failed.
 
         Args:
             event_type: Empty if it is unknown.
             attempt: Number of the attempt; 0 if there is none.
+            handler: Name of the handler; empty if it is unknown.  It is only for spans.
             past: Set if the phase is over, except for links and errors that are noted in the block.
         """
         ...
@@ -227,8 +228,13 @@ class Observer(Protocol):
         """
         ...
 
-    def batch(self, event_type: str, members: Sequence[Context]) -> AbstractContextManager[Span]:
-        """Observe a call of a batch handler; `members` are the contexts in which its events are handled."""
+    def batch(self, event_type: str, members: Sequence[Context], handler: str) -> AbstractContextManager[Span]:
+        """Observe a call of a batch handler.
+
+        Args:
+            members: The contexts in which its events are handled.
+            handler: Name of the handler.
+        """
         ...
 
     def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
@@ -305,14 +311,14 @@ class SilentObserver:
         return _SILENT_PHASE
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, handler: str = "", past: Past | None = None
     ) -> AbstractContextManager[Span]:
         return _SILENT_PHASE
 
     def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:
         """Do nothing; `since` is in seconds."""
 
-    def batch(self, event_type: str, members: Sequence[Context]) -> AbstractContextManager[Span]:
+    def batch(self, event_type: str, members: Sequence[Context], handler: str) -> AbstractContextManager[Span]:
         return _SILENT_PHASE
 
     def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:

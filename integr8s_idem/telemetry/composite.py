@@ -67,12 +67,12 @@ class CompositeObserver:
         return result
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, handler: str = "", past: Past | None = None
     ) -> AbstractContextManager[Span]:
         """Observe a phase."""
         result = _SILENT_PHASE
         for observer in self._observers:
-            result = _paired(result, observer.phase(phase, event_type, attempt=attempt, past=past))
+            result = _paired(result, observer.phase(phase, event_type, attempt=attempt, handler=handler, past=past))
         return result
 
     def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:
@@ -80,11 +80,11 @@ class CompositeObserver:
         for observer in self._observers:
             observer.shared(phase, event_types, since=since)
 
-    def batch(self, event_type: str, members: Sequence[Context]) -> AbstractContextManager[Span]:
+    def batch(self, event_type: str, members: Sequence[Context], handler: str) -> AbstractContextManager[Span]:
         """Observe a call of a batch handler."""
         result = _SILENT_PHASE
         for observer in self._observers:
-            result = _paired(result, observer.batch(event_type, members))
+            result = _paired(result, observer.batch(event_type, members, handler))
         return result
 
     def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:

@@ -28,6 +28,7 @@ EXCEPTION_MESSAGE: Final = "exception.message"
 
 SERVICE: Final = "idempotency.service"
 EVENT_TYPE: Final = "idempotency.event_type"
+HANDLER: Final = "idempotency.handler"
 DELIVERY: Final = "idempotency.delivery"
 """Topic, partition and offset of a delivery, as `integr8s-idem keys explain` takes them."""
 OUTCOME: Final = "idempotency.outcome"

@@ -126,7 +126,7 @@ class OpenTelemetryObserver(SilentObserver):
         return _RecordedPhase(span, self._span_keys)
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, handler: str = "", past: Past | None = None
     ) -> AbstractContextManager[Span]:
         """Start a span named after `phase`, as a child of the current span."""
         tracer = self._tracer or self._find_tracer()
@@ -137,6 +137,8 @@ class OpenTelemetryObserver(SilentObserver):
         attributes: dict[str, str | int] = {names.SERVICE: self._service}
         if event_type:
             attributes[names.EVENT_TYPE] = _text(event_type)
+        if handler:
+            attributes[names.HANDLER] = _text(handler)
         if attempt:
             attributes[names.ATTEMPT] = attempt
         if past is None:
@@ -148,7 +150,9 @@ class OpenTelemetryObserver(SilentObserver):
         start = time_ns() - int((perf_counter() - past.since) * 1e9)
         return _PastPhase(start_span(tracer, phase.value, attributes=attributes, start_time=start), self._span_keys)
 
-    def batch(self, event_type: str, members: Sequence[contextvars.Context]) -> AbstractContextManager[Span]:
+    def batch(
+        self, event_type: str, members: Sequence[contextvars.Context], handler: str = ""
+    ) -> AbstractContextManager[Span]:
         """Start a span for a call of a batch handler, as a child of its first member's span, with links to all.
 
         Members that are not recorded have no link; without any recorded member, there is no span.
@@ -170,6 +174,7 @@ class OpenTelemetryObserver(SilentObserver):
                 names.OPERATION_TYPE: "process",
                 names.SERVICE: self._service,
                 names.EVENT_TYPE: _text(event_type),
+                names.HANDLER: _text(handler),
                 names.BATCH_SIZE: len(members),
             },
             links=[otel.Link(each.get_span_context(), {names.RELATION: Relation.MEMBER.value}) for each in recorded],

@@ -50,7 +50,7 @@ class PrometheusObserver(SilentObserver):
         return _Timed(self._service, None, event_type) if event_type else _SILENT_PHASE
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, handler: str = "", past: Past | None = None
     ) -> AbstractContextManager[Span]:
         """Measure the duration of a phase, failed or not."""
         return _Timed(self._service, phase, event_type, past)

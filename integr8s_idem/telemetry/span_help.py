@@ -33,7 +33,7 @@ class SpanHelp:
 
 
 def _phase(phase: Phase, meaning: str, *sometimes: str, links: str = "") -> SpanHelp:
-    both = (conventions.EVENT_TYPE, *sometimes, *_ENDED)
+    both = (conventions.EVENT_TYPE, conventions.HANDLER, *sometimes, *_ENDED)
     return SpanHelp(phase.value, "internal", meaning, (conventions.SERVICE,), both, links)
 
 
@@ -57,6 +57,7 @@ SPANS: Final = (
         (
             conventions.MESSAGE_ID,
             conventions.EVENT_TYPE,
+            conventions.HANDLER,
             conventions.ATTEMPT,
             conventions.DEAD_LETTER_REASON,
             *_CLIENT,
@@ -80,7 +81,7 @@ SPANS: Final = (
         "idempotency.handle_batch",
         "internal",
         "A call of a batch handler, as a child of the `idempotency.handle` span of its first recorded member.",
-        (*_OPERATION, conventions.SERVICE, conventions.EVENT_TYPE, conventions.BATCH_SIZE),
+        (*_OPERATION, conventions.SERVICE, conventions.EVENT_TYPE, conventions.HANDLER, conventions.BATCH_SIZE),
         _ENDED,
         "`member`: to each recorded member",
     ),

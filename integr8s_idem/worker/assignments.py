@@ -149,8 +149,7 @@ class Delivery:
         """Return one work item for each handler."""
         self.pending = len(executions)
         if self.recorded is not None:
-            for execution in executions:
-                self.recorded.observe(execution)
+            self.recorded.observe(executions)
         if self.pending == 1:
             return [WorkItem(self, executions[0])]
         return [WorkItem(self, execution) for execution in executions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import Context
 from typing import Final
 
@@ -23,11 +24,14 @@ class RecordedDelivery:
         self._attempt = 0
         self._if_released = DeliveryOutcome.RELEASED
 
-    def observe(self, execution: HandlerExecution) -> None:
-        """Let the phases of `execution` be children of the span, and its record name the span."""
-        if isinstance(execution, GuardedExecution):
-            execution.work.context = self._context
-            execution.work.trace = self._span.trace()
+    def observe(self, executions: Sequence[HandlerExecution]) -> None:
+        """Let the phases of `executions` be children of the span, and their records name the span."""
+        if len(executions) == 1:
+            self._span.annotate(conventions.HANDLER, executions[0].handler.name)
+        for execution in executions:
+            if isinstance(execution, GuardedExecution):
+                execution.work.context = self._context
+                execution.work.trace = self._span.trace()
 
     def settled(self, outcome: DeliveryOutcome, attempt: int = 0) -> None:
         """Note that one of its handlers has ended, at `attempt`; 0 if none was made."""

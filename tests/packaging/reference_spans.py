@@ -42,6 +42,7 @@ _OWN: Final = {
     conventions.DEAD_LETTER_REASON: "why it was dead-lettered, from a closed set",
     conventions.SERVICE: "name of the service",
     conventions.EVENT_TYPE: "type of the event",
+    conventions.HANDLER: "name of the handler; of a delivery, only if its event has one handler",
     conventions.KEY: "key of the work; only with `span_keys`",
     conventions.INTERRUPTED: "exception that ended the span without an error, such as a cancellation",
     conventions.RELATION: "of a link: `run`, `previous_attempt` or `member`",

@@ -116,13 +116,13 @@ class StallingObserver(CountingObserver):
         """Countdown to the handler that stalls; 0 for none."""
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, handler: str = "", past: Past | None = None
     ) -> AbstractContextManager[Span]:
         if phase is Phase.HANDLE and self.stalls_in:
             self.stalls_in -= 1
             if not self.stalls_in:
                 self.clock.leap()
-        return super().phase(phase, event_type, attempt=attempt, past=past)
+        return super().phase(phase, event_type, attempt=attempt, handler=handler, past=past)
 
 
 class Entry(ABC):

@@ -56,14 +56,14 @@ class Recorder:
         return self._span(f"{event_type} {event_id} {message.topic} {len(message.headers)}")
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, handler: str = "", past: Past | None = None
     ) -> AbstractContextManager[Span]:
         return self._span(phase.name)
 
     def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:
         self._record(f"{phase.name} of {len(event_types)} since {since}")
 
-    def batch(self, event_type: str, members: Sequence[Context]) -> AbstractContextManager[Span]:
+    def batch(self, event_type: str, members: Sequence[Context], handler: str) -> AbstractContextManager[Span]:
         return self._span(f"batch of {len(members)}")
 
     def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
@@ -102,7 +102,7 @@ class Recorder:
 
 class BrokenObserver(Recorder):
     def phase(
-        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, handler: str = "", past: Past | None = None
     ) -> AbstractContextManager[Span]:
         return _Broken()
 
@@ -206,7 +206,7 @@ def test_batches_and_sent_messages_are_phases_for_every_observer() -> None:
     story: list[str] = []
     both = combined(Recorder("a", story), Recorder("b", story))
 
-    with both.batch("order", [copy_context()] * 3), both.sending("orders", "event-1"):
+    with both.batch("order", [copy_context()] * 3, "index"), both.sending("orders", "event-1"):
         pass
 
     assert story[:2] == ["a opens batch of 3", "b opens batch of 3"]

@@ -46,7 +46,7 @@ def recorded() -> list[Any]:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     observer = OpenTelemetryObserver("billing", tracer_provider=provider, client_id="till", servers="kafka:9092")
     with observer.processing(received(), "order_placed", "event-1"):
-        batch = observer.batch("order_placed", [copy_context()])
+        batch = observer.batch("order_placed", [copy_context()], "index")
     with batch:
         pass
     with observer.sending("shipments", "event-2") as sent:

@@ -185,13 +185,14 @@ def test_a_batch_is_a_child_of_its_first_recorded_member_and_linked_to_all(recor
         context.run(observer.processing(received(), "order_placed", f"event-{number}").__enter__)
         contexts.append(context)
 
-    with observer.batch("order_placed", contexts):
+    with observer.batch("order_placed", contexts, "index"):
         pass
 
     batch = recording.only
     members = [context.run(otel.get_current_span).get_span_context().span_id for context in contexts[1:]]
     assert batch.name == "idempotency.handle_batch"
     assert attributes_of(batch)["messaging.batch.message_count"] == 3
+    assert attributes_of(batch)["idempotency.handler"] == "index"
     assert batch.parent is not None
     assert batch.parent.span_id == members[0]
     assert [link.context.span_id for link in batch.links] == members
@@ -199,7 +200,7 @@ def test_a_batch_is_a_child_of_its_first_recorded_member_and_linked_to_all(recor
 
 
 def test_a_batch_without_a_recorded_member_is_not_recorded(recording: Recording) -> None:
-    with recording.observer().batch("order_placed", [Context()]):
+    with recording.observer().batch("order_placed", [Context()], "index"):
         pass
 
     assert not recording.all

@@ -276,11 +276,11 @@ class Recorded(SilentObserver):
         return RecordedSpan(self, self._recorded)
 
     def phase(
-        self, phase: Phase, event_type: str = "", *, attempt: int = 0, past: Past | None = None
+        self, phase: Phase, event_type: str = "", *, attempt: int = 0, handler: str = "", past: Past | None = None
     ) -> AbstractContextManager[Span]:
         assert self.open, "a phase outside of a delivery"
         self.seen.append(phase)
-        return super().phase(phase, event_type, attempt=attempt, past=past)
+        return super().phase(phase, event_type, attempt=attempt, handler=handler, past=past)
 
 
 class RecordedSpan(AbstractContextManager[Span]):

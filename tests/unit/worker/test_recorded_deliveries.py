@@ -10,7 +10,8 @@ import pytest
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 
-from integr8s_idem.errors import PublishError
+from integr8s_idem.errors import PermanentError, PublishError
+from integr8s_idem.handlers.dispatcher import EventDispatcher, EventRouter, IdempotentEventDispatcher
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.telemetry import Phase
 from integr8s_idem.testing.span_recorder import SpanRecorder
@@ -18,7 +19,7 @@ from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.assignments import Assignment, Delivery
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import FakePublisher, running
-from tests.support.guarded import guarded
+from tests.support.guarded import Guarded, guarded
 from tests.support.pipelines import TOPIC, Depot, ParcelSent, all_committed, dispatcher_of, sent, unfinished
 
 PROCESS = f"process {TOPIC.topic}"
@@ -47,6 +48,74 @@ async def test_deliveries_that_were_reserved_before_their_turn_are_released_with
     outcomes = [span.outcome for span in recorder.spans().named(PROCESS)]
     assert sorted(outcomes) == ["executed"] * 4 + ["released"] * (len(outcomes) - 4)
     assert len(outcomes) > 4, "none was reserved before its turn"
+
+
+def two_handlers(guarded_by: Guarded | None, recorder: SpanRecorder) -> EventDispatcher:
+    """Return a dispatcher with two handlers of one event, of which `ship` fails once."""
+    router, errors = EventRouter(), [OSError("not yet")]
+
+    @router.on(ParcelSent, name="ship")
+    async def ship(event: ParcelSent) -> None:
+        if errors:
+            raise errors.pop()
+
+    @router.on(ParcelSent, name="announce")
+    async def announce(event: ParcelSent) -> None:
+        pass
+
+    if guarded_by is not None:
+        return IdempotentEventDispatcher(router, guarded_by.manager)
+    return EventDispatcher(router, observer=recorder.observer("billing"))
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+@virtual_time
+async def test_the_phases_of_two_handlers_of_one_event_name_their_handler(is_guarded: bool) -> None:
+    recorder, broker = SpanRecorder(), sent(1)
+    here = guarded(observer=recorder.observer("billing")) if is_guarded else None
+    dispatcher = two_handlers(here, recorder)
+    broker.publish(ParcelSent(number=0, event_id="parcel-0"))
+
+    async with running(dispatcher, broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    phases: dict[str, list[str]] = {}
+    deliveries = recorder.spans().named(PROCESS)
+    for span in (child for delivery in deliveries for child in delivery.children):
+        phases.setdefault(str(span.attributes["idempotency.handler"]), []).append(
+            span.name.removeprefix("idempotency.")
+        )
+    run, replay = ["reserve", "handle", "complete"], ["reserve", "replay"]
+    if is_guarded:
+        assert phases == {"ship": ["reserve", "handle", "release", *run, *replay], "announce": run + replay}
+    else:
+        assert phases == {"ship": ["handle"] * 3, "announce": ["handle"] * 2}
+    assert not any("idempotency.handler" in delivery.attributes for delivery in deliveries)
+
+
+@virtual_time
+async def test_a_delivery_to_one_handler_and_its_dead_letter_name_it() -> None:
+    recorder, depot, broker = SpanRecorder(), Depot(errors={0: [PermanentError("no such address")]}), sent(1)
+    here = guarded(observer=recorder.observer("billing"))
+
+    async with running(dispatcher_of(depot.handle, here), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    spans = recorder.spans()
+    assert spans.one(PROCESS).attributes["idempotency.handler"] == "handle"
+    assert spans.one("idempotency.fail").attributes["idempotency.handler"] == "handle"
+
+
+@virtual_time
+async def test_the_handle_spans_of_an_unguarded_handler_have_their_attempt() -> None:
+    recorder, broker = SpanRecorder(), sent(1)
+
+    async with running(two_handlers(None, recorder), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    handled = recorder.spans().named("idempotency.handle")
+    attempts = [(span.attributes["idempotency.handler"], span.attempt) for span in handled]
+    assert sorted(attempts) == [("announce", 1), ("ship", 1), ("ship", 2)]
 
 
 @virtual_time
