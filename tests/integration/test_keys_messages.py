@@ -13,6 +13,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.events import encode_event, event_headers
 from integr8s_idem.keys import KeyResolver, KeyStrategy
+from integr8s_idem.operations.keys import undecodable_message
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.worker.dead_letters import GENERATION, REPLAY_GROUP, DeadLetter, replay_of
 from tests.support.fake_consumer import FakeRecord
@@ -164,14 +165,72 @@ def test_unsigned_replay_headers_are_refused(shop: Shop) -> None:
     assert "billing refuses its replay headers (unsigned), and handles it as an ordinary delivery" in answer["notes"]
 
 
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+
+
+def sampled(flags: str) -> tuple[str, bytes]:
+    return ("traceparent", f"00-{TRACE_ID}-b7ad6b7169203331-{flags}".encode())
+
+
 def test_an_undecodable_message_is_explained(shop: Shop) -> None:
     (offset,) = shop.publish((b"no json", ()))
 
-    with_app = shop.desk.explained(f"{shop.topic}:0:{offset}", *APP)
-    without_app = shop.desk.explained(f"{shop.topic}:0:{offset}")
+    with_app = shop.desk.explained(f"{shop.topic}:0:{offset}", *APP)["notes"]
+    without_app = shop.desk.explained(f"{shop.topic}:0:{offset}")["notes"]
 
-    assert [note for note in with_app["notes"] if "dead-letters it (malformed)" in note] == with_app["notes"]
-    assert without_app["notes"] == ["the message contains no readable event id; use --app MODULE:APP to decode it"]
+    more = [
+        f"dead letter: none, since topic {shop.topic}.dlq does not exist",
+        "trace: its headers name none, so each delivery starts a trace of its own; search for the span with "
+        f'idempotency.delivery = "{shop.topic}:0:{offset}"',
+    ]
+    assert [note for note in with_app if "dead-letters it (malformed)" in note] == with_app[:-2]
+    assert with_app[-2:] == without_app[-2:] == more
+    assert without_app[0].startswith("the message cannot be decoded with the envelopes of these settings (malformed)")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("01", f'trace: {TRACE_ID}; its span "process {{topic}}" describes the failed delivery'),
+        ("00", f"trace: {TRACE_ID}, which the producer did not sample, so it has no spans"),
+    ],
+)
+def test_an_undecodable_message_with_an_event_id_in_its_headers_was_not_merely_never_seen(
+    shop: Shop, flags: str, expected: str
+) -> None:
+    (offset,) = shop.publish((b"no json", [("event_id", b"0192-a"), sampled(flags)]))
+
+    notes = shop.desk.explained(f"{shop.topic}:0:{offset}")["notes"]
+
+    assert not [note for note in notes if "never seen" in note]
+    assert "cannot be decoded" in notes[0]
+    assert notes[-1] == expected.format(topic=shop.topic)
+
+
+def test_the_dead_letter_of_an_undecodable_message_is_found(shop: Shop) -> None:
+    first, second = shop.publish((b"no json", ()), (b"no json", ()))
+    record = FakeRecord(shop.topic, 0, second, None, b"no json")
+    headers = DeadLetter("malformed", "no json").headers(record, "billing", "billing")
+    (place,) = shop.publish((b"no json", headers), topic=f"{shop.topic}.dlq")
+
+    notes = {offset: shop.desk.explained(f"{shop.topic}:0:{offset}")["notes"] for offset in (first, second)}
+
+    assert f"dead letter: {shop.topic}.dlq:0:{place} (service billing, malformed)" in notes[second]
+    assert (
+        f"dead letter: none in {shop.topic}.dlq; it was not delivered yet, or its dead letter has been deleted"
+        in notes[first]
+    )
+
+
+def test_a_long_dead_letter_topic_is_not_read_to_its_end(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(undecodable_message, "LONGEST_SEARCH", 1)
+    (offset,) = shop.publish((b"", ()))
+    shop.publish((b"1", ()), (b"2", ()), topic=f"{shop.topic}.dlq")
+
+    notes = shop.desk.explained(f"{shop.topic}:0:{offset}")["notes"]
+
+    assert "(empty)" in notes[0]
+    assert f"dead letter: none among the first 1 messages of {shop.topic}.dlq that are later than it" in notes
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from integr8s_idem.operations.keys.key_parser import (
 from integr8s_idem.operations.keys.next_delivery import NextDelivery
 from integr8s_idem.operations.keys.open_services import OpenService, RecordPlace
 from integr8s_idem.operations.keys.record_reader import Advance, AnyRecord, read_records, read_steps, scan_records
+from integr8s_idem.operations.keys.undecodable_message import decoding_error, undecodable_notes
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.worker.dead_letters import record_key_of
 from integr8s_idem.worker.kafka_protocols import Record
@@ -192,29 +193,39 @@ class Explainer:
 
     async def _for_any_service(self, answer: Explanation, message: Record) -> Explanation:
         """Without the application, search for the records of all services with this event id."""
-        identities = list(event_identities(message, self._settings.services.values()))
-        if not identities:
-            answer.notes.append("the message contains no readable event id; use --app MODULE:APP to decode it")
-            return answer
-        answer.read_as += ": " + " or ".join(f"{one.event_type}:{one.event_id}".strip(":") for one in identities)
+        sections = self._settings.services.values()
+        identities, error = list(event_identities(message, sections)), decoding_error(message, sections)
+        if identities:
+            answer.read_as += ": " + " or ".join(f"{one.event_type}:{one.event_id}".strip(":") for one in identities)
         for identity in identities:
             await self._search(answer, _name_of(identity))
-        self._note_search_limits(answer)
+        if error is None:
+            self._note_search_limits(answer)
+            return answer
+        answer.notes.append(
+            f"the message cannot be decoded with the envelopes of these settings ({error.reason}): {error}. Services "
+            "dead-letter such messages; with --app MODULE:APP, their own codecs and event classes are used"
+        )
+        answer.notes += await undecodable_notes(self._settings.kafka, message)
         return answer
 
     async def _for_services(self, answer: Explanation, message: Record) -> None:
         readers = [service for service in self._services if message.topic in service.topics]
         if not readers:
             answer.notes.append(f"no service of the application reads {message.topic}")
+        is_undecodable = False
         for service in readers:
             try:
                 await self._for_service(answer, service, message)
             except UndecodableEventError as error:
                 answer.notes.append(f"{service.name} cannot decode it and dead-letters it ({error.reason}): {error}")
+                is_undecodable = True
             except IdempotencyError:
                 raise
             except Exception as error:  # noqa: BLE001  # a key function is the user's code
                 answer.notes.append(f"{service.name} cannot compute its key and dead-letters it (no_key): {error}")
+        if is_undecodable:
+            answer.notes += await undecodable_notes(self._settings.kafka, message)
 
     async def _for_service(self, answer: Explanation, service: OpenService, message: Record) -> None:
         judgement = ReplayPolicy(service.group, self._settings.replay).judge(message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -128,16 +128,26 @@ class EventIdentity:
 def event_identities(message: Record, sections: Iterable[ServiceSettings]) -> Iterator[EventIdentity]:
     """Yield the identities that services with these settings may decode from `message`."""
     seen: set[EventIdentity] = set()
+    for fields in decoded_fields(message, sections):
+        if not isinstance(fields, UndecodableEventError):
+            yield from _new(seen, fields.get("event_type"), fields.get("event_id"))
+    yield from _new(seen, header(message.headers, "event_type"), header(message.headers, "event_id"))
+
+
+def decoded_fields(
+    message: Record, sections: Iterable[ServiceSettings]
+) -> Iterator[Mapping[str, Any] | UndecodableEventError]:
+    """Yield the fields of `message` by the default settings and by each of `sections`, or why there are none."""
     for section in (ServiceSettings(), *sections):
         codec = codec_of(section.envelope, read_json)
         if section.event_id_header is not None:
             codec = IdFromHeader(codec, section.event_id_header)
         try:
-            fields = codec.fields(message.value or b"", message.headers)
-        except UndecodableEventError:
-            continue
-        yield from _new(seen, fields.get("event_type"), fields.get("event_id"))
-    yield from _new(seen, header(message.headers, "event_type"), header(message.headers, "event_id"))
+            if not message.value:
+                raise UndecodableEventError("empty", "the message has no body")
+            yield codec.fields(message.value, message.headers)
+        except UndecodableEventError as error:
+            yield error
 
 
 def _new(seen: set[EventIdentity], event_type: object, event_id: object) -> Iterator[EventIdentity]:
