@@ -129,6 +129,10 @@ process order_placed (duplicate)
     idempotency.wait
     idempotency.reserve (Completed)
     idempotency.replay (run → process order_placed)""",
+    "concurrent duplicate that is skipped": f"""\
+{_RUN}
+process order_placed (in_progress)
+    idempotency.reserve (InProgress)""",
     "takeover": """\
 process order_placed
 process order_placed (executed, attempt 2)
@@ -137,6 +141,10 @@ process order_placed (executed, attempt 2)
     idempotency.reserve (Reserved, lapsed, attempt 2, previous_attempt → process order_placed)
     idempotency.handle (attempt 2)
     idempotency.complete""",
+    "lost lease": """\
+process order_placed (lost_lease, attempt 1, integr8s_idem.errors.LeaseLostError)
+    idempotency.reserve (Reserved, attempt 1)
+    idempotency.handle (attempt 1, integr8s_idem.errors.LeaseLostError)""",
     "failure": """\
 process order_placed (retried, attempt 1, OSError)
     idempotency.reserve (Reserved, attempt 1)

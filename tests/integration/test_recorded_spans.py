@@ -74,9 +74,9 @@ class Traced:
             raise self.errors.pop(0)
         return f"receipt-{event.order_id}"
 
-    async def worker(self, **service: Any) -> WorkerInTest:
+    async def worker(self, *, on_in_progress: str = "wait", **service: Any) -> WorkerInTest:
         settings = QUICK.model_copy(update={"ordering": "none", **service})
-        return await self.shop.worker(self.router(), service=settings, max_attempts=3)
+        return await self.shop.worker(self.router(), service=settings, max_attempts=3, on_in_progress=on_in_progress)
 
     def spans(self) -> RecordedSpans:
         return self.recorder.spans()
@@ -149,6 +149,19 @@ async def test_concurrent_duplicate(here: Traced) -> None:
     assert here.tree() == SITUATIONS["concurrent duplicate"]
 
 
+async def test_skipped_duplicate(here: Traced) -> None:
+    here.may_end.clear()
+    worker = await here.worker(on_in_progress="skip")
+    await here.shop.deliver(ORDER)
+    await eventually(lambda: here.started)
+    await here.shop.deliver(ORDER, partition=1)
+    await eventually(lambda: worker.tally.duplicates)
+    here.may_end.set()
+    await worker.idle(settled=2)
+
+    assert here.tree() == SITUATIONS["concurrent duplicate that is skipped"]
+
+
 async def test_takeover(here: Traced) -> None:
     manager = here.shop.manager()
     with here.shop.observer.processing(_Dead(here.shop.topic), "order_placed", "order-7") as span:
@@ -162,6 +175,19 @@ async def test_takeover(here: Traced) -> None:
     wait = here.spans().one("idempotency.wait")
     assert int(wait.attributes["idempotency.looks"]) > 1
     assert wait.end - wait.start > 0.5e9
+
+
+async def test_lost_lease(here: Traced) -> None:
+    here.may_end.clear()
+    worker = await here.worker(retry_initial_seconds=60, retry_max_seconds=60)
+    await here.shop.deliver(ORDER)
+    await eventually(lambda: here.started)
+    await worker.manager.repository.delete([_full_key(worker.manager)])
+    await _reserve(worker.manager, None)
+    await eventually(lambda: worker.tally.leases_lost)
+    await worker.stop()
+
+    assert here.tree() == SITUATIONS["lost lease"]
 
 
 async def test_failure(here: Traced) -> None:
@@ -269,11 +295,15 @@ class _Dead:
     headers: tuple[tuple[str, bytes], ...] = ()
 
 
+def _full_key(manager: IdempotencyManager) -> str:
+    return manager.space.full(KeyResolver().resolve("charge", ORDER).key)
+
+
 async def _reserve(manager: IdempotencyManager, trace: TraceLink | None) -> None:
     """Reserve the key of the order, like a worker that dies then."""
-    key, fingerprint = KeyResolver().resolve("charge", ORDER)
+    fingerprint = KeyResolver().resolve("charge", ORDER).fingerprint
     request = ReserveRequest(
-        key=manager.space.full(key),
+        key=_full_key(manager),
         token=b"t" * 16,
         lease=timedelta(seconds=LEASE),
         retention=timedelta(hours=1),
