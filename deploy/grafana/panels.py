@@ -320,8 +320,8 @@ LATENCY: Final = Row(
                 percentile(
                     0.99,
                     "db_client_operation_duration",
-                    "service, db_system_name, db_operation_name",
-                    "{{service}} {{db_system_name}} {{db_operation_name}}",
+                    "service, db_system_name, db_query_summary",
+                    "{{service}} {{db_system_name}} {{db_query_summary}}",
                 ),
             ),
             "Calls to the store, as the worker sees them: the network and the wait for a connection count. A batch is "
@@ -332,9 +332,9 @@ LATENCY: Final = Row(
             "Store operations",
             (
                 Query(
-                    "sum by (service, db_operation_name, error_type) "
+                    "sum by (service, db_query_summary, error_type) "
                     f"(rate(db_client_operation_duration_seconds_count{SELECTED}[$__rate_interval]))",
-                    "{{service}} {{db_operation_name}} {{error_type}}",
+                    "{{service}} {{db_query_summary}} {{error_type}}",
                 ),
             ),
             "Calls to the store per second, with the type of their error if they failed. Many more than deliveries: "

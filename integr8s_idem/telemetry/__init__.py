@@ -260,11 +260,12 @@ class Observer(Protocol):
         """Set a gauge to a count, or to seconds if its name ends in `_seconds`; `part` is the topic of a lag."""
         ...
 
-    def offsets_committed(self, *, since: float, error: BaseException | None = None) -> None:
+    def offsets_committed(self, *, since: float, topic: str = "", error: BaseException | None = None) -> None:
         """Observe a commit of offsets that ends now.
 
         Args:
             since: When it began, in seconds of `time.perf_counter`.
+            topic: The topic, if it concerns only one.
             error: Why it failed.
         """
         ...
@@ -330,7 +331,7 @@ class SilentObserver:
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
         """Do nothing."""
 
-    def offsets_committed(self, *, since: float, error: BaseException | None = None) -> None:
+    def offsets_committed(self, *, since: float, topic: str = "", error: BaseException | None = None) -> None:
         """Do nothing; `since` is in seconds."""
 
     def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:

@@ -103,10 +103,10 @@ class CompositeObserver:
         for observer in self._observers:
             observer.measure(gauge, value, part)
 
-    def offsets_committed(self, *, since: float, error: BaseException | None = None) -> None:
+    def offsets_committed(self, *, since: float, topic: str = "", error: BaseException | None = None) -> None:
         """Observe a commit of offsets."""
         for observer in self._observers:
-            observer.offsets_committed(since=since, error=error)
+            observer.offsets_committed(since=since, topic=topic, error=error)
 
     def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:
         """Return what passes the durations of calls to all observers that measure them."""

@@ -1,7 +1,7 @@
 """Metrics that OpenTelemetry's semantic conventions define, under the names that its Prometheus exporter gives them.
 
 Names and labels are those of version 1.44.0, in which the database metric is stable and the messaging metrics are in
-development.  Labels that are unknown are empty, which Prometheus treats as absent.
+development.  A label that is unknown or does not apply has an empty value here, and is not exported.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ class ConventionMetric(NamedTuple):
 DATABASE_OPERATIONS: Final = ConventionMetric(
     "db_client_operation_duration_seconds",
     "Duration of a call to the store in seconds; a batch is one call.",
-    ("db_system_name", "db_namespace", "db_operation_name", "error_type", "server_address", "server_port"),
+    ("db_system_name", "db_namespace", "db_query_summary", "error_type", "server_address", "server_port"),
     (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10),
 )
 
 _MESSAGING_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
-_SYSTEM_AND_OPERATION: Final = ("messaging_system", "messaging_operation_name")
+_COMMON: Final = ("messaging_system", "messaging_operation_name", "server_address", "server_port")
 _TOPIC: Final = "messaging_destination_name"
 _GROUP: Final = "messaging_consumer_group_name"
 MESSAGES_CONSUMED: Final = ConventionMetric(
-    "messaging_client_consumed_messages", "Messages received.", (*_SYSTEM_AND_OPERATION, _TOPIC, _GROUP)
+    "messaging_client_consumed_messages", "Messages received.", (*_COMMON, _TOPIC, _GROUP)
 )
 MESSAGES_SENT: Final = ConventionMetric(
     "messaging_client_sent_messages",
     "Messages sent, whether or not the broker confirmed them.",
-    (*_SYSTEM_AND_OPERATION, _TOPIC, "error_type"),
+    (*_COMMON, _TOPIC, "error_type"),
 )
 MESSAGING_OPERATIONS: Final = ConventionMetric(
     "messaging_client_operation_duration_seconds",
     "Duration of sending a message, until the broker confirms it, or of committing offsets, in seconds.",
-    (*_SYSTEM_AND_OPERATION, "messaging_operation_type", _TOPIC, _GROUP, "error_type"),
+    (*_COMMON, "messaging_operation_type", _TOPIC, _GROUP, "error_type"),
     _MESSAGING_BUCKETS,
 )
 MESSAGING_PROCESSING: Final = ConventionMetric(
     "messaging_process_duration_seconds",
     "Duration of a delivery in seconds, from decoding until it is settled or released.",
-    (*_SYSTEM_AND_OPERATION, _TOPIC, _GROUP, "error_type"),
+    (*_COMMON, _TOPIC, _GROUP, "error_type"),
     _MESSAGING_BUCKETS,
 )
 

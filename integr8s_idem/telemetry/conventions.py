@@ -49,6 +49,12 @@ RELATION: Final = "idempotency.relation"
 """Of a link: a `Relation`."""
 
 
+def first_server(servers: str) -> tuple[str, int] | None:
+    """Return the address and port of the first of `servers`, as `host:port`, separated by commas; `None` if invalid."""
+    host, _, port = servers.partition(",")[0].strip().rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() else None
+
+
 def error_type_of(error: BaseException) -> str:
     """Return the value of `error.type` for an exception: the full name of its class."""
     kind = type(error)

@@ -18,7 +18,7 @@ from integr8s_idem.telemetry.convention_metrics import (
     MESSAGING_PROCESSING,
     ConventionSeries,
 )
-from integr8s_idem.telemetry.conventions import error_type_of
+from integr8s_idem.telemetry.conventions import error_type_of, first_server
 from integr8s_idem.telemetry.metrics_collector import series_of
 
 _SYSTEM = "kafka"
@@ -32,12 +32,17 @@ class MessagingMetricsObserver(SilentObserver):
         service: Name of the service.
         registry: Where `/metrics` finds them.
         group: Consumer group; by default, the service's name.
+        servers: Addresses of the brokers, as `host:port`, separated by commas.  Metrics name the first one.
     """
 
-    def __init__(self, service: str, registry: CollectorRegistry = REGISTRY, *, group: str | None = None) -> None:
+    def __init__(
+        self, service: str, registry: CollectorRegistry = REGISTRY, *, group: str | None = None, servers: str = ""
+    ) -> None:
         series, _ = series_of(service, registry)
         self._series = series.conventions
         self._group = group or service
+        address, port = first_server(servers) or ("", "")
+        self._server = (address, str(port))
         self._topics: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         """Labels of a consumed message, and of its processing without an error, by topic."""
 
@@ -49,16 +54,18 @@ class MessagingMetricsObserver(SilentObserver):
 
     def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
         """Count a message that is sent, and measure how long the broker takes to confirm it."""
-        return _Sending(self._series, self._series.names(topic))
+        return _Sending(self._series, self._server, self._series.names(topic))
 
-    def offsets_committed(self, *, since: float, error: BaseException | None = None) -> None:
-        """Measure a commit, which may concern several topics."""
-        values = (_SYSTEM, "commit", "settle", "", self._group, _error_label(self._series, error))
+    def offsets_committed(self, *, since: float, topic: str = "", error: BaseException | None = None) -> None:
+        """Measure a commit."""
+        label, failed = self._series.names(topic), _error_label(self._series, error)
+        values = (_SYSTEM, "commit", *self._server, "settle", label, self._group, failed)
         self._series.observe(MESSAGING_OPERATIONS, values, perf_counter() - since)
 
     def _labels_of(self, topic: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         label = self._series.names(topic)
-        found = (_SYSTEM, "poll", label, self._group), (_SYSTEM, "process", label, self._group, "")
+        server, group = self._server, self._group
+        found = (_SYSTEM, "poll", *server, label, group), (_SYSTEM, "process", *server, label, group, "")
         if label == topic:  # the labels of others are not kept, since their number is not bounded
             self._topics[topic] = found
         return found
@@ -118,13 +125,15 @@ class _Processing(_Operation):
 
 
 class _Sending(_Operation):
-    __slots__ = ("_topic",)
+    __slots__ = ("_server", "_topic")
 
-    def __init__(self, series: ConventionSeries, topic: str) -> None:
+    def __init__(self, series: ConventionSeries, server: tuple[str, str], topic: str) -> None:
         super().__init__(series)
+        self._server = server
         self._topic = topic
 
     def _end(self, error: _Error, seconds: float) -> None:
         label = _error_label(self._series, error)
-        self._series.count(MESSAGES_SENT, (_SYSTEM, "send", self._topic, label))
-        self._series.observe(MESSAGING_OPERATIONS, (_SYSTEM, "send", "send", self._topic, "", label), seconds)
+        common = (_SYSTEM, "send", *self._server)
+        self._series.count(MESSAGES_SENT, (*common, self._topic, label))
+        self._series.observe(MESSAGING_OPERATIONS, (*common, "send", self._topic, "", label), seconds)

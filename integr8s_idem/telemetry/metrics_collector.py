@@ -55,6 +55,7 @@ class MetricsCollector:
         for metric, family in families.conventions.items():
             # The messaging metrics are optional; their names are reserved, but not listed without a series.
             if family.samples or metric is DATABASE_OPERATIONS or not services:
+                family.samples = [*map(_without_empty_labels, family.samples)]
                 yield family
 
 
@@ -127,6 +128,11 @@ class _Families:
 def _convention_family(metric: ConventionMetric) -> CounterMetricFamily | HistogramMetricFamily:
     family = HistogramMetricFamily if metric.buckets else CounterMetricFamily
     return family(metric.name, metric.help, labels=["service", *metric.labels])
+
+
+def _without_empty_labels(sample: Sample) -> Sample:
+    """Leave out attributes that are unknown or do not apply, as OpenTelemetry's own exporters do."""
+    return sample._replace(labels={name: value for name, value in sample.labels.items() if value})
 
 
 def _exported(exemplar: Exemplar | None) -> OpenMetricsExemplar | None:

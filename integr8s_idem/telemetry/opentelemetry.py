@@ -317,10 +317,8 @@ def _client_attributes(client_id: str, servers: str) -> dict[str, str | int]:
     attributes: dict[str, str | int] = {}
     if client_id:
         attributes[names.CLIENT_ID] = _text(client_id)
-    host, _, port = servers.partition(",")[0].strip().rpartition(":")
-    if host and port.isdecimal():
-        attributes[names.SERVER_ADDRESS] = _text(host.strip("[]"))
-        attributes[names.SERVER_PORT] = int(port)
+    if (server := names.first_server(servers)) is not None:
+        attributes[names.SERVER_ADDRESS], attributes[names.SERVER_PORT] = _text(server[0]), server[1]
     return attributes
 
 

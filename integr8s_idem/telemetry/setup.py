@@ -129,7 +129,8 @@ def observer_for(
 ) -> Observer:
     """Return the observer of `service`: metrics if they are enabled, and spans when the process has an SDK.
 
-    The same arguments return the same observer.  Spans name the Kafka client and the first broker of `kafka`.
+    The same arguments return the same observer.  Spans name the Kafka client and the first broker of `kafka`, messaging
+    metrics the broker.
     """
     client_id, servers = ("", "") if kafka is None else (kafka.client_id, kafka.bootstrap_servers)
     return _observer(
@@ -165,7 +166,8 @@ def _observer(
         return combined(spans, PrometheusObserver(service))
     from integr8s_idem.telemetry.messaging_metrics import MessagingMetricsObserver
 
-    return combined(spans, PrometheusObserver(service), MessagingMetricsObserver(service, group=group))
+    messaging_metrics = MessagingMetricsObserver(service, group=group, servers=servers)
+    return combined(spans, PrometheusObserver(service), messaging_metrics)
 
 
 def _has_provider() -> bool:

@@ -45,6 +45,8 @@ class OffsetCommitter:
             }
             if not offsets:
                 return
+            topics = {assignment.partition.topic for assignment in offsets}
+            topic = topics.pop() if len(topics) == 1 else ""
             since = perf_counter()
             try:
                 await bounded(
@@ -54,9 +56,9 @@ class OffsetCommitter:
             except (KafkaError, TimeoutError) as error:
                 # Nothing is handled twice because of this: records show which work is done (A1).
                 self._observer.count(Signal.COMMIT_FAILED)
-                self._observer.offsets_committed(since=since, error=error)
+                self._observer.offsets_committed(since=since, topic=topic, error=error)
                 logger.warning("%s: commit failed: %s: %s", self._service, type(error).__name__, error)
                 return
-            self._observer.offsets_committed(since=since)
+            self._observer.offsets_committed(since=since, topic=topic)
             for assignment, offset in offsets.items():
                 assignment.progress.committed = offset

@@ -35,10 +35,10 @@ In the OpenMetrics format, which Prometheus requests, a bucket names the latest 
 
 _CONVENTIONS: Final = """\
 These have the names, labels and buckets of OpenTelemetry's semantic conventions 1.44.0, in addition to `service`. A
-label is empty if it does not apply or is unknown: `error_type` after a success, `server_address` if there are several
-servers. `db_operation_name` is the method of the store, such as `reserve` or `complete`; calls within a transaction of
-the application are not measured. Those of `messaging_` are exported only with `messaging_metrics = true` in
-`[telemetry]`; with it, an event takes about a tenth more Python calls.
+label is left out if it does not apply or is unknown: `error_type` after a success, `server_address` of a database with
+several servers, the topic of a commit of several topics. `db_query_summary` is the method of the store, such as
+`reserve` or `complete`; calls within a transaction of the application are not measured. Those of `messaging_` are
+exported only with `messaging_metrics = true` in `[telemetry]`; with it, an event takes about a tenth more Python calls.
 """
 
 

@@ -75,8 +75,8 @@ class Recorder:
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
         self._record(f"{gauge.name} {value} {part}")
 
-    def offsets_committed(self, *, since: float, error: BaseException | None = None) -> None:
-        self._record(f"commit since {since} {error!r}")
+    def offsets_committed(self, *, since: float, topic: str = "", error: BaseException | None = None) -> None:
+        self._record(f"commit of {topic} since {since} {error!r}")
 
     def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:
         def timer(operation: str, since: float, error: BaseException | None = None) -> None:
@@ -273,6 +273,7 @@ def test_without_an_observer_that_measures_calls_there_is_no_timer() -> None:
 def test_commits_are_observed_by_all_observers() -> None:
     story: list[str] = []
 
-    combined(Recorder("a", story), Recorder("b", story)).offsets_committed(since=1.0, error=KeyError("k"))
+    both = combined(Recorder("a", story), Recorder("b", story))
+    both.offsets_committed(since=1.0, topic="orders", error=KeyError("k"))
 
-    assert story == ["a commit since 1.0 KeyError('k')", "b commit since 1.0 KeyError('k')"]
+    assert story == ["a commit of orders since 1.0 KeyError('k')", "b commit of orders since 1.0 KeyError('k')"]
