@@ -48,7 +48,8 @@ def header(headers: Headers, name: str) -> str | None:
     for known, value in reversed(headers):
         if known.lower() == name:
             try:
-                return value.decode()
+                # Kafka allows headers without a value, although the type does not.
+                return (value or b"").decode()
             except UnicodeDecodeError:
                 return None
     return None

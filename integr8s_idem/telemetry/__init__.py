@@ -202,7 +202,7 @@ class Observer(Protocol):
         Args:
             message: Its headers may name the producer's span.
             event_type: Empty if the message cannot be decoded.
-            event_id: Empty if the message cannot be decoded.
+            event_id: If the message cannot be decoded, the one in its headers; empty if there is none.
         """
         ...
 

@@ -29,7 +29,7 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.STORE_ERROR: "Failed calls to the store, counted for each unit of work in the call.",
     Signal.PURGED: "Expired records purged in the background.",
     Signal.UNGUARDED: "Handlers run without a reservation.",
-    Signal.DELIVERED: "Deliveries received from the broker.",
+    Signal.DELIVERED: "Deliveries received from the broker; undecodable messages have no event type.",
     Signal.HANDLED: "Deliveries whose handler succeeded.",
     Signal.HANDLER_FAILED: "Runs of handlers that raised an error or timed out.",
     Signal.RETRY: "Deliveries scheduled for a retry.",

@@ -27,20 +27,19 @@ from integr8s_idem.records import TraceLink
 from integr8s_idem.telemetry import SILENT, Headers, Past, Phase, ReceivedMessage, Relation, SilentObserver, Span
 from integr8s_idem.telemetry import conventions as names
 from integr8s_idem.telemetry.guarded_spans import end_span, start_span
+from integr8s_idem.telemetry.span_values import W3C_HEADERS, carrier_of, client_attributes, context_of, text
 
 if TYPE_CHECKING:
     from integr8s_idem.telemetry.sampling import KnownSampling
 
 BATCH_SPAN: Final = "idempotency.handle_batch"
-MAX_TEXT: Final = 1024
-"""Maximum characters of an attribute; longer values are truncated."""
-
 _SDK_CHECK_INTERVAL: Final = 0.25
 """Seconds between two checks for an SDK.  A check takes 2 µs, more than all other telemetry together."""
 
+_TOPIC: Final = otel_context.create_key("integr8s-idem-topic")
+"""Where the context of a recorded delivery has its topic, for the span of a batch."""
 _SILENT_PHASE: Final = SILENT.phase(Phase.HANDLE)
 _W3C: Final = TraceContextTextMapPropagator()
-_W3C_HEADERS: Final = frozenset({"traceparent", "tracestate"})
 
 
 class OpenTelemetryObserver(SilentObserver):
@@ -68,13 +67,13 @@ class OpenTelemetryObserver(SilentObserver):
         client_id: str = "",
         servers: str = "",
     ) -> None:
-        self._service = _text(service)
-        client = _client_attributes(client_id, servers)
+        self._service = text(service)
+        client = client_attributes(client_id, servers)
         self._consumer = {
             names.SYSTEM: "kafka",
             names.OPERATION_NAME: "process",
             names.OPERATION_TYPE: "process",
-            names.GROUP: _text(group or service),
+            names.GROUP: text(group or service),
             names.SERVICE: self._service,
             **client,
         }
@@ -98,12 +97,12 @@ class OpenTelemetryObserver(SilentObserver):
         tracer = self._tracer or self._find_tracer()
         if tracer is None:
             return _SILENT_PHASE
-        carrier = _carrier(message.headers)
+        carrier = carrier_of(message.headers)
         if self._sampling is not None and (unrecorded := self._sampling.delivery(carrier)) is not None:
             return unrecorded
         parent = _W3C.extract(carrier, Context())
         producer = otel.get_current_span(parent).get_span_context()
-        topic, partition, offset = _text(message.topic), str(message.partition), message.offset
+        topic, partition, offset = text(message.topic), str(message.partition), message.offset
         attributes = {
             **self._consumer,
             names.DESTINATION: topic,
@@ -112,9 +111,9 @@ class OpenTelemetryObserver(SilentObserver):
             names.DELIVERY: f"{topic}:{partition}:{offset}",
         }
         if event_type:
-            attributes[names.EVENT_TYPE] = _text(event_type)
+            attributes[names.EVENT_TYPE] = text(event_type)
         if event_id:
-            attributes[names.MESSAGE_ID] = _text(event_id)
+            attributes[names.MESSAGE_ID] = text(event_id)
         span = start_span(
             tracer,
             f"process {topic}",
@@ -123,7 +122,7 @@ class OpenTelemetryObserver(SilentObserver):
             attributes=attributes,
             links=[otel.Link(producer)] if producer.is_valid else [],
         )
-        return _RecordedPhase(span, self._span_keys)
+        return _RecordedDelivery(span, self._span_keys, topic)
 
     def phase(
         self, phase: Phase, event_type: str = "", *, attempt: int = 0, handler: str = "", past: Past | None = None
@@ -136,9 +135,9 @@ class OpenTelemetryObserver(SilentObserver):
             return unrecorded
         attributes: dict[str, str | int] = {names.SERVICE: self._service}
         if event_type:
-            attributes[names.EVENT_TYPE] = _text(event_type)
+            attributes[names.EVENT_TYPE] = text(event_type)
         if handler:
-            attributes[names.HANDLER] = _text(handler)
+            attributes[names.HANDLER] = text(handler)
         if attempt:
             attributes[names.ATTEMPT] = attempt
         if past is None:
@@ -146,7 +145,7 @@ class OpenTelemetryObserver(SilentObserver):
         attributes.update(past.attributes or {})
         key = attributes.pop(names.KEY, None)
         if key is not None and self._span_keys:
-            attributes[names.KEY] = _text(str(key))
+            attributes[names.KEY] = text(str(key))
         start = time_ns() - int((perf_counter() - past.since) * 1e9)
         return _PastPhase(start_span(tracer, phase.value, attributes=attributes, start_time=start), self._span_keys)
 
@@ -164,19 +163,20 @@ class OpenTelemetryObserver(SilentObserver):
         recorded = [span for span in spans if span.is_recording()]
         if not recorded:
             return _SILENT_PHASE
+        attributes = {
+            **self._consumer,
+            names.EVENT_TYPE: text(event_type),
+            names.HANDLER: text(handler),
+            names.BATCH_SIZE: len(members),
+        }
+        topics = {each.run(otel_context.get_value, _TOPIC) for each in members} - {None}
+        if len(topics) == 1:
+            attributes[names.DESTINATION] = str(topics.pop())
         span = start_span(
             tracer,
             BATCH_SPAN,
             context=otel.set_span_in_context(recorded[0], Context()),
-            attributes={
-                names.SYSTEM: "kafka",
-                names.OPERATION_NAME: "process",
-                names.OPERATION_TYPE: "process",
-                names.SERVICE: self._service,
-                names.EVENT_TYPE: _text(event_type),
-                names.HANDLER: _text(handler),
-                names.BATCH_SIZE: len(members),
-            },
+            attributes=attributes,
             links=[otel.Link(each.get_span_context(), {names.RELATION: Relation.MEMBER.value}) for each in recorded],
         )
         return _RecordedPhase(span, self._span_keys)
@@ -186,15 +186,15 @@ class OpenTelemetryObserver(SilentObserver):
         tracer = self._tracer or self._find_tracer()
         if tracer is None:
             return _SILENT_PHASE
-        carrier = _carrier(headers)
+        carrier = carrier_of(headers)
         if self._sampling is not None:
             unrecorded = self._sampling.delivery(carrier) if carrier else self._sampling.phase()
             if unrecorded is not None:
                 return unrecorded
-        topic = _text(topic)
+        topic = text(topic)
         attributes = {**self._producer, names.DESTINATION: topic}
         if event_id:
-            attributes[names.MESSAGE_ID] = _text(event_id)
+            attributes[names.MESSAGE_ID] = text(event_id)
         span = start_span(
             tracer,
             f"send {topic}",
@@ -209,7 +209,7 @@ class OpenTelemetryObserver(SilentObserver):
         carrier: dict[str, str] = {}
         _W3C.inject(carrier)
         if carrier:
-            headers[:] = [header for header in headers if header[0] not in _W3C_HEADERS]
+            headers[:] = [header for header in headers if header[0] not in W3C_HEADERS]
             headers.extend((name, value.encode()) for name, value in carrier.items())
 
     def _find_tracer(self) -> otel.Tracer | None:
@@ -261,14 +261,14 @@ class _RecordedPhase:
         end_span(self._span)
 
     def link(self, trace: TraceLink, relation: Relation = Relation.RUN) -> None:
-        other = _context_of(trace)
+        other = context_of(trace)
         if other.is_valid and self._span.is_recording():
             self._span.add_link(other, {names.RELATION: relation.value})
 
     def annotate(self, name: str, value: str | int) -> None:
         if name == names.KEY and not self._span_keys:
             return
-        self._span.set_attribute(name, _text(value) if isinstance(value, str) else value)
+        self._span.set_attribute(name, text(value) if isinstance(value, str) else value)
 
     def fail(self, error: BaseException | str) -> None:
         if isinstance(error, BaseException):
@@ -290,13 +290,28 @@ class _RecordedPhase:
             return
         event = {names.EXCEPTION_TYPE: name}
         if self._span_keys:
-            event[names.EXCEPTION_MESSAGE] = _text(redacted(text_of(error)))
+            event[names.EXCEPTION_MESSAGE] = text(redacted(text_of(error)))
         self._span.add_event("exception", event)
         self._mark_failed(name)
 
     def _mark_failed(self, kind: str) -> None:
         self._span.set_attribute(names.ERROR_TYPE, kind)
         self._span.set_status(otel.Status(otel.StatusCode.ERROR, kind))
+
+
+class _RecordedDelivery(_RecordedPhase):
+    """The span of a delivery, within which its topic is known."""
+
+    __slots__ = ("_topic",)
+
+    def __init__(self, span: otel.Span, span_keys: bool, topic: str) -> None:
+        super().__init__(span, span_keys)
+        self._topic = topic
+
+    def __enter__(self) -> Span:
+        context = otel_context.set_value(_TOPIC, self._topic, otel.set_span_in_context(self._span))
+        self._token = otel_context.attach(context)
+        return self
 
 
 class _PastPhase(_RecordedPhase):
@@ -311,34 +326,3 @@ class _PastPhase(_RecordedPhase):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         end_span(self._span)
-
-
-def _client_attributes(client_id: str, servers: str) -> dict[str, str | int]:
-    attributes: dict[str, str | int] = {}
-    if client_id:
-        attributes[names.CLIENT_ID] = _text(client_id)
-    if (server := names.first_server(servers)) is not None:
-        attributes[names.SERVER_ADDRESS], attributes[names.SERVER_PORT] = _text(server[0]), server[1]
-    return attributes
-
-
-def _context_of(trace: TraceLink) -> otel.SpanContext:
-    return otel.SpanContext(
-        trace_id=int.from_bytes(trace.trace_id),
-        span_id=int.from_bytes(trace.span_id),
-        is_remote=True,
-        # Only recorded spans have trace links.
-        trace_flags=otel.TraceFlags(otel.TraceFlags.SAMPLED),
-    )
-
-
-def _carrier(headers: Headers) -> dict[str, str]:
-    """Return the W3C headers; if a name is repeated, the last one, which the nearest hop added."""
-    # Kafka allows headers without a value, although the type does not.
-    return {name: value.decode("latin-1") for name, value in headers if name in _W3C_HEADERS and value}
-
-
-def _text(value: str) -> str:
-    """Truncate `value` and replace lone surrogates, which would make an exporter drop the whole batch of spans."""
-    value = value[:MAX_TEXT]
-    return value if value.isascii() else value.encode("utf-8", "replace").decode()

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from integr8s_idem.codecs import header
 from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.outcomes import error_of
@@ -133,9 +134,11 @@ class DeliveryProcessor:
                     return Decoded()
             event = self.decoder.decode(record.value, record.headers)
         except UndecodableEventError as error:
+            self.observer.count(Signal.DELIVERED)
             self.observer.count(Signal.UNDECODABLE, reason=error.reason)
             dead_letter = DeadLetter(error.reason, error, generation=decision.generation)
-            return Decoded((), dead_letter, self.observer.processing(record, "", ""))
+            stated_id = header(record.headers, "event_id") or ""
+            return Decoded((), dead_letter, self.observer.processing(record, "", stated_id))
         delivery.event_type = event.event_type
         self.observer.count(Signal.DELIVERED, event.event_type)
         processing = self.observer.processing(record, event.event_type, event.event_id)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from integr8s_idem import BaseEvent
-from integr8s_idem.codecs import CloudEventsCodec, Codec, Headers, IdFromHeader, NativeCodec, WrappedCodec
+from integr8s_idem.codecs import CloudEventsCodec, Codec, Headers, IdFromHeader, NativeCodec, WrappedCodec, header
 from integr8s_idem.errors import UndecodableEventError
 from integr8s_idem.events import EventDecoder, encode_event, read_json
 
@@ -237,3 +237,9 @@ def test_an_error_of_a_codec_makes_the_message_undecodable() -> None:
     with pytest.raises(UndecodableEventError, match="error: unpack requires") as caught:
         _decoded(PackedCodec(), b"short")
     assert caught.value.reason == "malformed"
+
+
+def test_a_header_without_a_value_is_empty() -> None:
+    headers: Any = [("Id", None)]
+
+    assert header(headers, "id") == ""

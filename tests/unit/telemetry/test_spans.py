@@ -178,7 +178,7 @@ def test_a_message_that_was_made_earlier_is_sent_in_the_trace_of_its_headers(rec
 
 
 def test_a_batch_is_a_child_of_its_first_recorded_member_and_linked_to_all(recording: Recording) -> None:
-    observer = recording.observer()
+    observer = recording.observer(group="till")
     contexts = [Context()]
     for number in range(2):
         context = Context()
@@ -193,10 +193,24 @@ def test_a_batch_is_a_child_of_its_first_recorded_member_and_linked_to_all(recor
     assert batch.name == "idempotency.handle_batch"
     assert attributes_of(batch)["messaging.batch.message_count"] == 3
     assert attributes_of(batch)["idempotency.handler"] == "index"
+    assert attributes_of(batch)["messaging.destination.name"] == "orders"
+    assert attributes_of(batch)["messaging.consumer.group.name"] == "till"
     assert batch.parent is not None
     assert batch.parent.span_id == members[0]
     assert [link.context.span_id for link in batch.links] == members
     assert [dict(link.attributes or {}) for link in batch.links] == [{"idempotency.relation": "member"}] * 2
+
+
+def test_a_batch_of_several_topics_names_none(recording: Recording) -> None:
+    observer, contexts = recording.observer(), [Context(), Context()]
+    for number, context in enumerate(contexts):
+        delivery = observer.processing(received(topic=f"orders-{number}"), "order_placed", f"event-{number}")
+        context.run(delivery.__enter__)
+
+    with observer.batch("order_placed", contexts, "index"):
+        pass
+
+    assert "messaging.destination.name" not in attributes_of(recording.only)
 
 
 def test_a_batch_without_a_recorded_member_is_not_recorded(recording: Recording) -> None:

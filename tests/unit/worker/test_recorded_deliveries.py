@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextvars import copy_context
+from typing import Any
 
 import pytest
 from opentelemetry.context import Context
@@ -13,7 +14,7 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from integr8s_idem.errors import PermanentError, PublishError
 from integr8s_idem.handlers.dispatcher import EventDispatcher, EventRouter, IdempotentEventDispatcher
 from integr8s_idem.handlers.handler import GuardedExecution
-from integr8s_idem.telemetry import Phase
+from integr8s_idem.telemetry import Phase, Signal
 from integr8s_idem.testing.span_recorder import SpanRecorder
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.assignments import Assignment, Delivery
@@ -130,6 +131,22 @@ async def test_an_undecodable_delivery_is_released_if_its_dead_letter_is_not_wri
         await worker.consumer.take([TOPIC])
 
     assert recorder.spans().one(PROCESS).outcome == "released"
+
+
+@virtual_time
+async def test_an_undecodable_delivery_is_counted_and_has_the_id_in_its_headers() -> None:
+    recorder, broker = SpanRecorder(), FakeBroker()
+    here = guarded(observer=recorder.observer("billing"))
+    headers: Any = [("event_id", b"parcel-7")], [("event_id", None)], []
+    for each in headers:
+        broker.put(TOPIC.topic, b"not an event", headers=each)
+
+    async with running(dispatcher_of(Depot().handle, here), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    spans = recorder.spans().named(PROCESS)
+    assert [span.attributes.get("messaging.message.id") for span in spans] == ["parcel-7", None, None]
+    assert here.observer.counts[Signal.DELIVERED] == here.observer.counts[Signal.UNDECODABLE] == 3
 
 
 @virtual_time
