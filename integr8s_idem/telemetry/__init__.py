@@ -229,20 +229,18 @@ class Observer(Protocol):
         ...
 
     def batch(self, event_type: str, members: Sequence[Context], handler: str) -> AbstractContextManager[Span]:
-        """Observe a call of a batch handler.
-
-        Args:
-            members: The contexts in which its events are handled.
-            handler: Name of the handler.
-        """
+        """Observe a call of the batch handler `handler`; its events are handled in the contexts `members`."""
         ...
 
-    def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
+    def sending(
+        self, topic: str, event_id: str = "", headers: Headers | None = None, *, in_current: bool = False
+    ) -> AbstractContextManager[Span]:
         """Observe that a message is sent to `topic`, until the broker has confirmed it.
 
         Args:
             event_id: Empty if the message is not an event.
-            headers: Those of a message that was made earlier, and belongs to their trace rather than the current one.
+            headers: Those of a message that keeps the context in them; `None` if it gets that of this span.
+            in_current: Whether the span is a child of the current one, rather than of the span in `headers`.
         """
         ...
 
@@ -322,7 +320,9 @@ class SilentObserver:
     def batch(self, event_type: str, members: Sequence[Context], handler: str) -> AbstractContextManager[Span]:
         return _SILENT_PHASE
 
-    def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
+    def sending(
+        self, topic: str, event_id: str = "", headers: Headers | None = None, *, in_current: bool = False
+    ) -> AbstractContextManager[Span]:
         return _SILENT_PHASE
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:

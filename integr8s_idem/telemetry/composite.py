@@ -87,11 +87,13 @@ class CompositeObserver:
             result = _paired(result, observer.batch(event_type, members, handler))
         return result
 
-    def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
+    def sending(
+        self, topic: str, event_id: str = "", headers: Headers | None = None, *, in_current: bool = False
+    ) -> AbstractContextManager[Span]:
         """Observe that a message is sent."""
         result = _SILENT_PHASE
         for observer in self._observers:
-            result = _paired(result, observer.sending(topic, event_id, headers))
+            result = _paired(result, observer.sending(topic, event_id, headers, in_current=in_current))
         return result
 
     def _count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:

@@ -52,7 +52,9 @@ class MessagingMetricsObserver(SilentObserver):
         self._series.count(MESSAGES_CONSUMED, consumed)
         return _Processing(self._series, processed)
 
-    def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
+    def sending(
+        self, topic: str, event_id: str = "", headers: Headers | None = None, *, in_current: bool = False
+    ) -> AbstractContextManager[Span]:
         """Count a message that is sent, and measure how long the broker takes to confirm it."""
         return _Sending(self._series, self._server, self._series.names(topic))
 

@@ -181,26 +181,36 @@ class OpenTelemetryObserver(SilentObserver):
         )
         return _RecordedPhase(span, self._span_keys)
 
-    def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
-        """Start the span `send <topic>`, as a child of the current span, or of the span in `headers`."""
+    def sending(
+        self, topic: str, event_id: str = "", headers: Headers | None = None, *, in_current: bool = False
+    ) -> AbstractContextManager[Span]:
+        """Start the span `send <topic>`, as a child of the current span, or of the span in `headers`.
+
+        By the conventions, its kind is PRODUCER if the message carries its context.  Otherwise it is CLIENT, with a
+        link to the context that the message carries.
+        """
         tracer = self._tracer or self._find_tracer()
         if tracer is None:
             return _SILENT_PHASE
-        carrier = carrier_of(headers)
+        carrier = carrier_of(headers or ())
+        has_parent_in_headers = bool(carrier) and not in_current
         if self._sampling is not None:
-            unrecorded = self._sampling.delivery(carrier) if carrier else self._sampling.phase()
+            unrecorded = self._sampling.delivery(carrier) if has_parent_in_headers else self._sampling.phase()
             if unrecorded is not None:
                 return unrecorded
         topic = text(topic)
         attributes = {**self._producer, names.DESTINATION: topic}
         if event_id:
             attributes[names.MESSAGE_ID] = text(event_id)
+        carried = _W3C.extract(carrier, Context())
+        creation = otel.get_current_span(carried).get_span_context()
         span = start_span(
             tracer,
             f"send {topic}",
-            context=_W3C.extract(carrier, Context()) if carrier else None,
-            kind=otel.SpanKind.PRODUCER,
+            context=carried if has_parent_in_headers else None,
+            kind=otel.SpanKind.PRODUCER if headers is None else otel.SpanKind.CLIENT,
             attributes=attributes,
+            links=[otel.Link(creation)] if creation.is_valid else [],
         )
         return _RecordedPhase(span, self._span_keys)
 

@@ -102,11 +102,13 @@ SPANS: Final = (
     ),
     SpanHelp(
         "send <topic>",
-        "producer",
+        "producer or client",
         "A message, from sending until the broker has confirmed it: an event, also from an outbox, or a dead letter. "
-        "Events carry its context; those from an outbox and dead letters keep the context that they have.",
+        "An event carries the context of this span, whose kind is producer. An event from an outbox keeps the context "
+        "of its handler, and a dead letter that of the original message: then the kind is client.",
         (*_OPERATION, conventions.DESTINATION),
         (conventions.SERVICE, *_PLACE[1:], *_CLIENT, *_ENDED),
+        "of kind client, to the span whose context the message carries",
     ),
 )
 

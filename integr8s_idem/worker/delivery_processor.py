@@ -259,7 +259,7 @@ class DeliveryProcessor:
             try:
                 # One at a time: a broker refuses a whole batch, so that messages that fit would be shortened as well.
                 async with self._topic_locks[topic]:
-                    with self.observer.sending(topic, dead_letter.event_id) as span:
+                    with self.observer.sending(topic, dead_letter.event_id, record.headers, in_current=True) as span:
                         placement = await self.publisher.send(topic, message.key, message.value, message.headers)
                         describe_placement(span, placement)
                 break

@@ -151,7 +151,7 @@ def _without_background() -> Platform:
 def _rows(span: RecordedSpan, depth: int) -> Iterator[Row]:
     yield Row(depth, span)
     # Deliveries of a message are concurrent, so the order in which they began varies.
-    children = sorted(span.children, key=_delivery) if span.kind == "producer" else span.children
+    children = sorted(span.children, key=_delivery) if span.name.startswith("send ") else span.children
     for child in children:
         yield from _rows(child, depth + 1)
 

@@ -66,8 +66,10 @@ class Recorder:
     def batch(self, event_type: str, members: Sequence[Context], handler: str) -> AbstractContextManager[Span]:
         return self._span(f"batch of {len(members)}")
 
-    def sending(self, topic: str, event_id: str = "", headers: Headers = ()) -> AbstractContextManager[Span]:
-        return self._span(f"sending {topic} {event_id}")
+    def sending(
+        self, topic: str, event_id: str = "", headers: Headers | None = None, *, in_current: bool = False
+    ) -> AbstractContextManager[Span]:
+        return self._span(f"sending {topic} {event_id} {headers} {in_current}")
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
         self._record(f"{signal.name} {event_type} {amount} {reason}")
@@ -206,11 +208,11 @@ def test_batches_and_sent_messages_are_phases_for_every_observer() -> None:
     story: list[str] = []
     both = combined(Recorder("a", story), Recorder("b", story))
 
-    with both.batch("order", [copy_context()] * 3, "index"), both.sending("orders", "event-1"):
+    with both.batch("order", [copy_context()] * 3, "index"), both.sending("orders", "event-1", [], in_current=True):
         pass
 
     assert story[:2] == ["a opens batch of 3", "b opens batch of 3"]
-    assert story[2:4] == ["a opens sending orders event-1", "b opens sending orders event-1"]
+    assert story[2:4] == ["a opens sending orders event-1 [] True", "b opens sending orders event-1 [] True"]
 
 
 class RecordedPhase(_Broken):

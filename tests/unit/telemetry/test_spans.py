@@ -22,7 +22,7 @@ from opentelemetry.util._once import Once
 
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.records import TraceLink
-from integr8s_idem.telemetry import SILENT, Observer, Past, Phase
+from integr8s_idem.telemetry import SILENT, Headers, Observer, Past, Phase
 from integr8s_idem.telemetry import opentelemetry as under_test
 from integr8s_idem.telemetry.conventions import KEY
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
@@ -173,8 +173,26 @@ def test_a_message_that_was_made_earlier_is_sent_in_the_trace_of_its_headers(rec
         pass
 
     sent = recording.spans["send shipments"]
+    assert sent.kind is SpanKind.CLIENT, "the message does not carry its context"
     assert sent.parent is not None
     assert otel.format_span_id(sent.parent.span_id) == SPAN_ID
+    assert [otel.format_span_id(link.context.span_id) for link in sent.links] == [SPAN_ID]
+
+
+@pytest.mark.parametrize(("headers", "linked"), [(FROM_PRODUCER, [SPAN_ID]), ([], [])])
+def test_a_message_that_is_passed_on_is_sent_within_the_current_span(
+    recording: Recording, headers: Headers, linked: list[str]
+) -> None:
+    observer = recording.observer()
+
+    with observer.phase(Phase.FAIL), observer.sending("shipments", headers=headers, in_current=True):
+        pass
+
+    sent = recording.spans["send shipments"]
+    assert sent.kind is SpanKind.CLIENT
+    assert sent.parent is not None
+    assert sent.parent.span_id == context_of(recording.spans["idempotency.fail"]).span_id
+    assert [otel.format_span_id(link.context.span_id) for link in sent.links] == linked
 
 
 def test_a_batch_is_a_child_of_its_first_recorded_member_and_linked_to_all(recording: Recording) -> None:
