@@ -256,6 +256,7 @@ class Run(ActiveRun):
             completed_at=datetime.now(UTC),
             result=completion.result,
             result_dropped=completion.result_dropped,
+            trace=work.trace,
         )
         cache.keep(completed, work.fingerprint, began_at, completion.ttl)
 

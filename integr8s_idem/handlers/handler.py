@@ -59,6 +59,7 @@ from integr8s_idem.handlers.handler_calls import (
 from integr8s_idem.handlers.outgoing import MessageMaker, Outgoing, Publisher
 from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.keys import Key, KeyResolver, KeySpace
+from integr8s_idem.records import Completed
 from integr8s_idem.stores.outbox import Outbox
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
 from integr8s_idem.telemetry.log_fields import logging_as
@@ -200,13 +201,10 @@ class GuardedExecution(HandlerExecution):
         function = self.call if wait_for_store is None else self.call_patiently
         return await self.executor.execute_or_suspect(self.work, function, RunOptions(wait_for_store))
 
-    def is_known_here(self) -> bool:
-        """Whether the local cache contains its completed record, so that the store need not be asked."""
+    def known_here(self) -> Completed | None:
+        """Return its completed record if the local cache contains it, so that the store need not be asked."""
         work = self.work
-        executor = self.executor
-        return executor.cache is not None and (
-            executor.known_here(work.key, work.fingerprint, work.event_type) is not None
-        )
+        return self.executor.known_here(work.key, work.fingerprint, work.event_type)
 
     def call(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
         """Run the handler; raise an error if the broker does not accept its events."""

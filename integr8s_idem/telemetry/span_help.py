@@ -63,7 +63,8 @@ SPANS: Final = (
             *_CLIENT,
             *_ENDED,
         ),
-        "to the span of the producer, which is also its parent",
+        "to the span of the producer, which is also its parent; `run`: to the span of the delivery whose run did the "
+        "work, if the local memory knew it",
     ),
     _phase(
         Phase.RESERVE,

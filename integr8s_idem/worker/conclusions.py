@@ -111,6 +111,12 @@ class Conclusions:
         self._processor.tally.duplicates += 1
         self._settle(item, DeliveryOutcome.DUPLICATE)
 
+    def known_duplicate(self, item: WorkItem, done: Completed) -> None:
+        """End an item whose work was done by this process, according to its local cache."""
+        if item.delivery.recorded is not None and done.trace is not None:
+            item.delivery.recorded.link_to_run(done.trace)
+        self.duplicate(item)
+
     def abandon(self, item: WorkItem) -> None:
         """End the item without settling its delivery, which will be redelivered."""
         item.release()

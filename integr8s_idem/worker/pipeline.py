@@ -243,9 +243,9 @@ class Pipeline:
             self._reserver.decline(item, execution, item.answer)
         elif not isinstance(execution, GuardedExecution) or execution.handler.outbox is not None:
             self._runners.add(item)  # reserves its key itself, as a batch of one
-        elif execution.executor.cache is not None and execution.is_known_here():
+        elif execution.executor.cache is not None and (known := execution.known_here()) is not None:
             self._slots.release()
-            self._conclusions.duplicate(item)
+            self._conclusions.known_duplicate(item, known)
         else:
             to_reserve.append((item, execution))
 

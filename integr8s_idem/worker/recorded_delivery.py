@@ -8,7 +8,8 @@ from typing import Final
 
 from integr8s_idem.errors import LeaseLostError
 from integr8s_idem.handlers.handler import GuardedExecution, HandlerExecution
-from integr8s_idem.telemetry import DeliveryOutcome, Span, conventions
+from integr8s_idem.records import TraceLink
+from integr8s_idem.telemetry import DeliveryOutcome, Relation, Span, conventions
 
 _SEVERITY: Final = {outcome: number for number, outcome in enumerate(DeliveryOutcome)}
 
@@ -37,6 +38,10 @@ class RecordedDelivery:
         """Note that one of its handlers has ended, at `attempt`; 0 if none was made."""
         self._outcome = max(self._outcome, outcome, key=_SEVERITY.__getitem__)
         self._attempt = max(self._attempt, attempt)
+
+    def link_to_run(self, trace: TraceLink) -> None:
+        """Link it to the delivery whose run did the work.  Without a request to the store, no phase has the link."""
+        self._span.link(trace, Relation.RUN)
 
     def failed(self, error: BaseException, attempt: int = 0) -> None:
         """Note that an attempt has failed; it will be repeated."""

@@ -20,7 +20,8 @@ work. [Reading a trace](../explanation/traces.md) explains both, and shows a req
 
 Spans of deliveries and of sent messages are recorded by the worker and by `EventPublisher`. FastStream and loops of
 your own get the `idempotency.*` spans below those of your own instrumentation. A duplicate that is answered from the
-local memory (`local_memory_keys`) has no `idempotency.replay` span and no link.
+local memory (`local_memory_keys`) has no spans of phases. In a worker, the span of its delivery has the link to the
+run; elsewhere there is no span that could have it.
 
 `{conventions.SERVER_ADDRESS}` and `{conventions.SERVER_PORT}` are those of the first broker in
 `[kafka] bootstrap_servers`. Keys and messages of exceptions are in spans only with `[telemetry] span_keys = true`. A

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from typing import Any
 
@@ -14,7 +15,8 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from integr8s_idem.errors import PermanentError, PublishError
 from integr8s_idem.handlers.dispatcher import EventDispatcher, EventRouter, IdempotentEventDispatcher
 from integr8s_idem.handlers.handler import GuardedExecution
-from integr8s_idem.telemetry import Phase, Signal
+from integr8s_idem.telemetry import SILENT, Observer, Phase, ReceivedMessage, Signal, SilentObserver
+from integr8s_idem.telemetry import Span as Phased
 from integr8s_idem.testing.span_recorder import SpanRecorder
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.assignments import Assignment, Delivery
@@ -164,6 +166,46 @@ async def test_a_late_answer_of_the_store_is_observed_below_the_delivery_that_ha
     await here.manager.executor.reserve_together([execution.work])
 
     assert [span.name for span in recorder.spans().one(PROCESS).children] == ["idempotency.reserve"]
+
+
+@virtual_time
+async def test_a_duplicate_that_the_local_memory_knows_is_linked_to_the_run() -> None:
+    recorder, broker = SpanRecorder(), sent(1)
+    here = guarded(observer=recorder.observer("billing"), local_memory_keys=10)
+
+    async with running(dispatcher_of(Depot().handle, here), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+        broker.publish(ParcelSent(event_id="parcel-0"))
+        await worker.until(lambda: all_committed(worker))
+
+    run, duplicate = recorder.spans().named(PROCESS)
+    assert (run.outcome, duplicate.outcome, duplicate.children) == ("executed", "duplicate", [])
+    assert duplicate.links == {"run": run}
+
+
+@virtual_time
+async def test_the_local_memory_of_runs_that_are_not_recorded_has_no_link() -> None:
+    recorder, broker, observer = SpanRecorder(), sent(1), LateObserver()
+    here = guarded(observer=observer, local_memory_keys=10)
+
+    async with running(dispatcher_of(Depot().handle, here), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+        observer.spans = recorder.observer("billing")
+        broker.publish(ParcelSent(event_id="parcel-0"))
+        await worker.until(lambda: all_committed(worker))
+
+    duplicate = recorder.spans().one(PROCESS)
+    assert (duplicate.outcome, duplicate.links) == ("duplicate", {})
+
+
+class LateObserver(SilentObserver):
+    """An observer that records deliveries once `spans` is set."""
+
+    def __init__(self) -> None:
+        self.spans: Observer = SILENT
+
+    def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Phased]:
+        return self.spans.processing(message, event_type, event_id)
 
 
 class BrokenProcessor(SpanProcessor):
