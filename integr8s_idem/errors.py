@@ -231,13 +231,19 @@ class HandlerTimeoutError(IdempotencyError):
 
 @_with_fields
 class HandlerCancelledError(IdempotencyError):
-    """A handler raised `CancelledError`, but its task was not cancelled."""
+    """A handler raised `CancelledError`, but its task was not cancelled; or it cancelled its own task."""
 
     retryable = True
 
     handler: str
+    own_task: bool = False
 
     def _message(self) -> str:
+        if self.own_task:
+            return (
+                f"handler {self.handler} cancelled its own task at each attempt. For a timeout of its own, use "
+                f"asyncio.timeout(), which raises TimeoutError."
+            )
         return (
             f"handler {self.handler} raised CancelledError, but was not cancelled: it awaited a task or future that "
             f"was cancelled elsewhere. Catch the error around that await."

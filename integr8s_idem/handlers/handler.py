@@ -16,7 +16,7 @@ from types import CoroutineType
 from typing import Any, Final
 
 from integr8s_idem._util.first_step import as_coroutine, rest
-from integr8s_idem.config import OnInProgress
+from integr8s_idem.config import OnFailure, OnInProgress
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.active_runs import run_of
 from integr8s_idem.engine.iterators import PLAIN_CLASSES
@@ -75,13 +75,14 @@ class HandlerExecution:
     This class is unguarded and counts attempts in memory.
     """
 
-    __slots__ = ("_tries", "event", "generation", "handler")
+    __slots__ = ("_own_cancellations", "_tries", "event", "generation", "handler")
 
     def __init__(self, handler: EventHandler, event: BaseEvent, generation: int = 0) -> None:
         """`generation` is the number of replays of the event."""
         self.handler = handler
         self.event = event
         self.generation = generation
+        self._own_cancellations = 0
         self._tries = 0
 
     @property
@@ -111,6 +112,23 @@ class HandlerExecution:
             "record_key": self.record_key,
         }
 
+    def note_own_cancellation(self) -> int:
+        """Note that its handler has cancelled its own task, which is a failure; return how many times it has."""
+        self._own_cancellations += 1
+        return self._own_cancellations
+
+    def _refuse_if_given_up(self, number: int) -> None:
+        """Raise an error, which ends the attempts, if the handler has cancelled its own task and may not run again.
+
+        A run that is cancelled releases its key.  Only the next attempt can record that the work has failed.
+        """
+        if number > self.handler.max_attempts or self._blocks_on_failure():
+            raise HandlerCancelledError(self.handler.name, own_task=True)
+
+    def _blocks_on_failure(self) -> bool:
+        """Whether the first failure is final."""
+        return False
+
     def _unguarded_attempt(self) -> int:
         """Return the number of the last attempt without a reservation; 0 if there was none."""
         return self._tries
@@ -126,6 +144,8 @@ class HandlerExecution:
         attempt = Attempt(key, self._tries, 0, float("inf"), self.label, self.generation)
         try:
             with handler.observer.phase(Phase.HANDLE, self.event.event_type, attempt=self._tries, handler=handler.name):
+                if self._own_cancellations:
+                    self._refuse_if_given_up(self._tries)
                 value = await handler.work(self.event, attempt, patient=wait_for_store is not None)
         except Exception as error:  # noqa: BLE001  # returned as the outcome
             handler.observer.count(Signal.HANDLER_FAILED, self.event.event_type)
@@ -148,6 +168,7 @@ class GuardedExecution(HandlerExecution):
         self.handler = handler
         self.event = event
         self.generation = generation
+        self._own_cancellations = 0
         key, fingerprint = handler.resolver.resolve(handler.name, event, generation)
         if handler.hides_keys:
             key = key.hidden()
@@ -168,6 +189,9 @@ class GuardedExecution(HandlerExecution):
 
     def _unguarded_attempt(self) -> int:
         return self.work.unguarded_runs
+
+    def _blocks_on_failure(self) -> bool:
+        return self.handler.manager.config.on_failure is OnFailure.BLOCK
 
     def isolate(self) -> None:
         """Return the event as a suspect instead of running it, if it may have crashed its process."""
@@ -208,13 +232,19 @@ class GuardedExecution(HandlerExecution):
 
     def call(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
         """Run the handler; raise an error if the broker does not accept its events."""
+        if self._own_cancellations:
+            self._refuse_if_given_up(attempt.number)
         return self.handler.work(self.event, attempt)
 
     def call_patiently(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
         """Run the handler, and retry until the broker accepts its events."""
+        if self._own_cancellations:
+            self._refuse_if_given_up(attempt.number)
         return self.handler.work(self.event, attempt, patient=True)
 
     async def _with_writer(self, attempt: Attempt, writer: OutcomeWriter) -> Any:
+        if self._own_cancellations:
+            self._refuse_if_given_up(attempt.number)
         return await self.handler.work_with_writer(self.event, attempt, writer)
 
     async def run(self) -> Any:

@@ -161,10 +161,20 @@ class Delivery:
             if delivery._processing is not None:  # noqa: SLF001  # of the same class
                 delivery.end()
 
-    def fail(self, error: BaseException | str) -> None:
-        """Mark its processing as failed, if it is observed but not recorded; see `recorded` otherwise."""
-        if self._processing is not None:
+    def note_failure(self, error: Exception, attempt: int = 0) -> None:
+        """Note that an attempt has failed, or has lost its lease, and will be repeated."""
+        if self.recorded is not None:
+            self.recorded.failed(error, attempt)
+        elif self._processing is not None:
             self._processing.span.fail(error)
+
+    def note_dead_letter(self, reason: str, error: BaseException | str, attempts: int) -> None:
+        """Note that it was dead-lettered, for a reason from a closed set."""
+        if self.recorded is not None:
+            # Its event type is known if it was decoded.
+            self.recorded.dead_lettered(reason, error, attempts, is_decoded=bool(self.event_type))
+        elif self._processing is not None:
+            self._processing.span.fail(error if isinstance(error, BaseException) else reason)
 
     def end(self) -> None:
         """End the span of its processing."""

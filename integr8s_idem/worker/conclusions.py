@@ -11,7 +11,7 @@ from typing import Any
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.engine.run import Run
 from integr8s_idem.engine.work import Executed, HandlerFailed, NotStarted, Outcome
-from integr8s_idem.errors import LeaseLostError, StoreError
+from integr8s_idem.errors import HandlerCancelledError, LeaseLostError, StoreError
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.records import Completed, InProgress
 from integr8s_idem.telemetry import DeliveryOutcome, Signal
@@ -69,10 +69,7 @@ class Conclusions:
             case InProgress():
                 self._wait_for_other_run(item, outcome)
             case HandlerFailed(given_up=False):
-                if (recorded := item.delivery.recorded) is not None:
-                    recorded.failed(outcome.error, outcome.attempt)
-                else:
-                    item.delivery.fail(outcome.error)
+                item.delivery.note_failure(outcome.error, outcome.attempt)
                 self._wait(item, processor.retry_pause(execution, outcome))
             case _:
                 self._dead_letter_item(item, outcome)
@@ -96,10 +93,7 @@ class Conclusions:
             self.wait_for_store(item)
         elif isinstance(error, LeaseLostError):
             self._processor.tally.leases_lost += 1
-            if item.delivery.recorded is not None:
-                item.delivery.recorded.lost_lease(error)
-            else:
-                item.delivery.fail(error)
+            item.delivery.note_failure(error, error.attempt)
             with logging_with(item, attempt=error.attempt):
                 logger.warning("%s", error)
             self._wait(item, self._processor.backoff.pause(1))
@@ -127,15 +121,20 @@ class Conclusions:
         """End an item whose task was cancelled, or handle it again if its assignment is open.
 
         The worker cancels tasks only after it has closed their assignments.  If the task was cancelled by its handler,
-        nothing would redeliver the item, and its offset would never be committed.
+        nothing would redeliver the item, and its offset would never be committed.  That counts as a failed attempt, so
+        that the attempts of a handler that always does it come to an end.
         """
         if item.delivery.assignment.closed:
             self.abandon(item)
             return
         item.release()
+        error = HandlerCancelledError(item.execution.handler.name, own_task=True)
+        failures = item.execution.note_own_cancellation()
+        self._processor.observer.count(Signal.HANDLER_FAILED, item.execution.event.event_type)
+        item.delivery.note_failure(error)
         with logging_with(item):
-            logger.warning("%s: the task of its handler was cancelled, retrying", item.execution.label)
-        self._wait(item, self._processor.backoff.pause(1))
+            logger.warning("%s: its handler has cancelled its own task, retrying", item.execution.label)
+        self._wait(item, self._processor.backoff.pause(failures))
 
     def broken(self, item: WorkItem, error: BaseException) -> None:
         """Report a bug in the library: close the assignment, and stop the service."""

@@ -275,12 +275,7 @@ class DeliveryProcessor:
         cause = dead_letter.error
         self.tally.dead_letters += 1
         self.observer.count(Signal.DEAD_LETTER, dead_letter.event_type, reason=dead_letter.reason)
-        if delivery.recorded is not None:
-            delivery.recorded.dead_lettered(
-                dead_letter.reason, cause, dead_letter.attempts, is_decoded=bool(dead_letter.event_type)
-            )
-        else:
-            delivery.fail(cause if isinstance(cause, BaseException) else dead_letter.reason)
+        delivery.note_dead_letter(dead_letter.reason, cause, dead_letter.attempts)
         logger.error(
             "dead-lettered %s[%d]@%d to %s: %s",
             record.topic,

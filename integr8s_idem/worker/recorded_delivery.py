@@ -44,15 +44,11 @@ class RecordedDelivery:
         self._span.link(trace, Relation.RUN)
 
     def failed(self, error: BaseException, attempt: int = 0) -> None:
-        """Note that an attempt has failed; it will be repeated."""
+        """Note that an attempt has failed, or has lost its lease; it will be repeated."""
         self._span.fail(error)
-        self._if_released = DeliveryOutcome.RETRIED
+        is_lost = isinstance(error, LeaseLostError)
+        self._if_released = DeliveryOutcome.LOST_LEASE if is_lost else DeliveryOutcome.RETRIED
         self._attempt = max(self._attempt, attempt)
-
-    def lost_lease(self, error: LeaseLostError) -> None:
-        """Note that a run has lost its lease; it will be repeated."""
-        self.failed(error, error.attempt)
-        self._if_released = DeliveryOutcome.LOST_LEASE
 
     def released(self) -> None:
         """Note that one of its handlers has not ended, so that it will be redelivered."""

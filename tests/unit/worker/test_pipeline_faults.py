@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 
 from integr8s_idem.config import OnKeyReused
-from integr8s_idem.handlers.dispatcher import EventDispatcher
-from integr8s_idem.records import Completion, ReserveRequest, Verdict
+from integr8s_idem.handlers.dispatcher import EventDispatcher, EventRouter
+from integr8s_idem.records import Completion, IdempotencyStatus, ReserveRequest, Verdict
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import ServiceWorker
@@ -29,6 +29,7 @@ from tests.support.pipelines import (
     all_committed,
     completed_parcels,
     dispatcher_of,
+    key_of,
     leases_left,
     parcels,
     reserved_by_another,
@@ -195,7 +196,7 @@ async def test_a_store_that_confirms_too_few_outcomes_stops_the_service_and_ends
 @pytest.mark.parametrize("ordering", ["partition", "none"])
 @virtual_time
 async def test_a_handler_that_cancels_its_own_task_is_retried_in_its_place(ordering: str) -> None:
-    here, depot, broker = guarded(max_attempts=1), Depot(), sent(5)
+    here, depot, broker = guarded(max_attempts=2), Depot(), sent(5)
 
     async def handle(event: ParcelSent) -> None:
         await asyncio.sleep(0)
@@ -212,6 +213,41 @@ async def test_a_handler_that_cancels_its_own_task_is_retried_in_its_place(order
     assert await leases_left(here) == []
     assert sorted(depot.done) == list(range(5))
     assert ordering == "none" or depot.done == list(range(5))
+
+
+@pytest.mark.parametrize(("is_guarded", "runs"), [(True, 3), (False, 3), ("block", 1)])
+@virtual_time
+async def test_a_handler_that_always_cancels_its_own_task_is_dead_lettered(is_guarded: bool | str, runs: int) -> None:
+    on_failure = "block" if is_guarded == "block" else "retry"
+    here, depot, broker = guarded(max_attempts=3, on_failure=on_failure), Depot(), sent(3)
+
+    async def handle(event: ParcelSent) -> None:
+        await asyncio.sleep(0)
+        if event.number == 1:
+            depot.started.append(1)
+            own_task().cancel()
+            await asyncio.sleep(0)
+        await depot.handle(event)
+
+    router = EventRouter()
+    router.on(ParcelSent, name="handle")(handle)
+    plain = EventDispatcher(router, max_attempts=3)
+    async with running(dispatcher_of(handle, here) if is_guarded else plain, broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert unfinished(worker.worker) == {}
+
+    [dead_letter] = broker.values(f"{TOPIC.topic}.dlq")
+    headers = dict(dead_letter.headers)
+    assert headers["idempotency-dlq-error-class"] == b"HandlerCancelledError"
+    assert headers["idempotency-dlq-reason"] == b"handler_failed"
+    assert b"cancelled its own task" in headers["idempotency-dlq-error-message"]
+    assert depot.started == [0, *[1] * runs, 2]
+    if is_guarded:
+        record = await here.store.get([key_of(here, 1)])
+        assert record[0] is not None
+        assert record[0].status is IdempotencyStatus.FAILED
+        assert await leases_left(here) == []
+        assert here.observer.counts[Signal.HANDLER_FAILED] == runs + 1, "the last one without a run"
 
 
 @virtual_time

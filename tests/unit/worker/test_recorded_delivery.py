@@ -47,7 +47,7 @@ def test_the_worst_outcome_of_several_handlers_counts() -> None:
 
 def test_a_delivery_that_is_released_after_a_lost_lease_says_so_with_its_attempt() -> None:
     delivery = Delivery()
-    delivery.recorded.lost_lease(LOST)
+    delivery.recorded.failed(LOST, LOST.attempt)
     delivery.recorded.released()
 
     span = delivery.ended()
