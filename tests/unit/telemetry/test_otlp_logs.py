@@ -8,23 +8,17 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
-import grpc  # type: ignore[import-untyped]
 import pytest
 from opentelemetry import trace as otel
 from opentelemetry._logs import _internal as otel_logs
 from opentelemetry._logs import set_logger_provider
 from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY, attach, detach, set_value
-from opentelemetry.proto.collector.logs.v1 import logs_service_pb2_grpc
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest, ExportLogsServiceResponse
-from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.util._once import Once
 from typer.testing import CliRunner
@@ -41,6 +35,7 @@ from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 from integr8s_idem.telemetry.otlp_logs import MAX_TEXT, OpenTelemetryHandler
 from integr8s_idem.telemetry.setup import check_exporter, configure_telemetry
 from integr8s_idem.testing.flaky_store import FlakyStore
+from tests.support.collectors import Collector
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
 from tests.support.guarded import Guarded, plain_manager
@@ -67,77 +62,6 @@ def _new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
-
-
-class Collector:
-    """Log records that a collector has received."""
-
-    def __init__(self) -> None:
-        self.endpoint = ""
-        self.paths: list[str] = []
-        self.requests: list[ExportLogsServiceRequest] = []
-
-    def records(self, logger: str) -> list[LogRecord]:
-        """Return the records of a logger."""
-        return [
-            record
-            for request in self.requests
-            for of in request.resource_logs
-            for scope in of.scope_logs
-            for record in scope.log_records
-            if scope.scope.name == logger
-        ]
-
-    def attributes(self, record: LogRecord) -> dict[str, Any]:
-        """Return the attributes of a record."""
-        return {each.key: getattr(each.value, each.value.WhichOneof("value") or "") for each in record.attributes}
-
-    @property
-    def loggers(self) -> set[str]:
-        scopes = [scope for request in self.requests for of in request.resource_logs for scope in of.scope_logs]
-        return {scope.scope.name for scope in scopes}
-
-
-@pytest.fixture
-def http_collector() -> Iterator[Collector]:
-    collector = Collector()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            collector.paths.append(self.path)
-            if self.path == "/v1/logs":
-                collector.requests.append(ExportLogsServiceRequest.FromString(body))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            """Log nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        collector.endpoint = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield collector
-        server.shutdown()
-        thread.join()
-
-
-@pytest.fixture
-def grpc_collector() -> Iterator[Collector]:
-    collector = Collector()
-
-    class Servicer(logs_service_pb2_grpc.LogsServiceServicer):
-        def Export(self, request: ExportLogsServiceRequest, context: object) -> ExportLogsServiceResponse:  # noqa: N802
-            collector.requests.append(request)
-            return ExportLogsServiceResponse()
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    logs_service_pb2_grpc.add_LogsServiceServicer_to_server(Servicer(), server)  # type: ignore[no-untyped-call]
-    collector.endpoint = f"grpc://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    yield collector
-    server.stop(None).wait()
 
 
 class ProviderOfApplication:
@@ -198,7 +122,7 @@ async def test_a_collector_receives_the_records_of_a_worker_with_trace_and_deliv
     }
     [services] = [
         [each.value.string_value for each in of.resource.attributes if each.key == "service.name"]
-        for of in http_collector.requests[0].resource_logs
+        for of in http_collector.logs[0].resource_logs
     ]
     assert services == ["platform"]
 
@@ -223,7 +147,7 @@ async def test_records_are_not_exported_by_default(http_collector: Collector) ->
         SHOP.warning("hello")
 
     assert not handle.sends_logs
-    assert http_collector.requests == []
+    assert http_collector.logs == []
 
 
 async def test_an_exception_is_exported_without_passwords(http_collector: Collector) -> None:

@@ -8,21 +8,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import monotonic
 
-import grpc  # type: ignore[import-untyped]
 import pytest
 from opentelemetry import trace as otel
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.util._once import Once
 from prometheus_client import REGISTRY
@@ -35,6 +26,7 @@ from integr8s_idem.telemetry import Phase, Signal, setup
 from integr8s_idem.telemetry.collector import endpoint_url, signals_url
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 from integr8s_idem.telemetry.setup import check_exporter, configure_telemetry, observer_for
+from tests.support.collectors import Collector
 
 
 @pytest.fixture(autouse=True)
@@ -47,68 +39,6 @@ def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-
-class Collector:
-    """Requests that a collector has received."""
-
-    def __init__(self) -> None:
-        self.endpoint = ""
-        self.paths: list[str] = []
-        self.requests: list[ExportTraceServiceRequest] = []
-
-    def spans(self) -> list[tuple[str, str]]:
-        """Return service and name of each span."""
-        return [
-            (attribute.value.string_value, span.name)
-            for request in self.requests
-            for of in request.resource_spans
-            for attribute in of.resource.attributes
-            if attribute.key == "service.name"
-            for scope in of.scope_spans
-            for span in scope.spans
-        ]
-
-
-@pytest.fixture
-def http_collector() -> Iterator[Collector]:
-    collector = Collector()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            collector.paths.append(self.path)
-            collector.requests.append(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            """Log nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        collector.endpoint = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield collector
-        server.shutdown()
-        thread.join()
-
-
-@pytest.fixture
-def grpc_collector() -> Iterator[Collector]:
-    collector = Collector()
-
-    class Servicer(trace_service_pb2_grpc.TraceServiceServicer):
-        def Export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:  # noqa: N802
-            collector.requests.append(request)
-            return ExportTraceServiceResponse()
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Servicer(), server)  # type: ignore[no-untyped-call]
-    collector.endpoint = f"grpc://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    yield collector
-    server.stop(None).wait()
 
 
 def sent_to(endpoint: str) -> TelemetrySettings:
@@ -247,7 +177,7 @@ async def test_closing_twice_exports_once(http_collector: Collector) -> None:
     await handle.close()
     await handle.close()
 
-    assert len(http_collector.requests) == 1
+    assert len(http_collector.traces) == 1
     assert not handle.sends_spans
 
 
