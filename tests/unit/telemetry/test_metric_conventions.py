@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.samples import Sample
 
 from integr8s_idem.records import Database
-from integr8s_idem.telemetry import convention_metrics as ours
+from integr8s_idem.telemetry import convention_metrics
 from integr8s_idem.telemetry.convention_metrics import METRICS, ConventionMetric, DatabaseTimer
 from integr8s_idem.telemetry.messaging_metrics import MessagingMetricsObserver
 from integr8s_idem.telemetry.metrics_collector import MetricsCollector, series_of
@@ -38,25 +38,25 @@ class Defined(NamedTuple):
     create: Callable[..., Any]
     """Creates the instrument."""
     attributes: tuple[str, ...]
-    """Attributes that are required, or required if they are known and apply here, and recommended ones that we use."""
+    """Those that are required, or required if they are known and apply, and recommended ones that are used here."""
 
 
 DEFINED: Final[Mapping[ConventionMetric, Defined]] = {
-    ours.DATABASE_OPERATIONS: Defined(
+    convention_metrics.DATABASE_OPERATIONS: Defined(
         db_metrics.create_db_client_operation_duration,
         (db.DB_SYSTEM_NAME, db.DB_NAMESPACE, db.DB_QUERY_SUMMARY, errors.ERROR_TYPE, *SERVER),
     ),
-    ours.MESSAGES_CONSUMED: Defined(
+    convention_metrics.MESSAGES_CONSUMED: Defined(
         messaging_metrics.create_messaging_client_consumed_messages, (*MESSAGING, TOPIC, GROUP)
     ),
-    ours.MESSAGES_SENT: Defined(
+    convention_metrics.MESSAGES_SENT: Defined(
         messaging_metrics.create_messaging_client_sent_messages, (*MESSAGING, TOPIC, errors.ERROR_TYPE)
     ),
-    ours.MESSAGING_OPERATIONS: Defined(
+    convention_metrics.MESSAGING_OPERATIONS: Defined(
         messaging_metrics.create_messaging_client_operation_duration,
         (*MESSAGING, messaging.MESSAGING_OPERATION_TYPE, TOPIC, GROUP, errors.ERROR_TYPE),
     ),
-    ours.MESSAGING_PROCESSING: Defined(
+    convention_metrics.MESSAGING_PROCESSING: Defined(
         messaging_metrics.create_messaging_process_duration, (*MESSAGING, TOPIC, GROUP, errors.ERROR_TYPE)
     ),
 }
@@ -116,7 +116,7 @@ def test_every_metric_is_compared() -> None:
 
 
 def test_the_database_metric_is_a_stable_one() -> None:
-    assert ours.DATABASE_OPERATIONS.name.startswith(label_of(DB_CLIENT_OPERATION_DURATION))
+    assert convention_metrics.DATABASE_OPERATIONS.name.startswith(label_of(DB_CLIENT_OPERATION_DURATION))
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
