@@ -78,7 +78,9 @@ LIMITS: Final[Mapping[str, str]] = {
     "http_guarded": (
         "limited by the CPU of this process: FastAPI calls some 155 functions for a request that does nothing, and the "
         "guard another 160. More than half of its time is the engine's (two requests, two verdicts, lease, attempt); "
-        "the rest is the request itself: its headers, key and fingerprint, and the captured and stored response"
+        "the rest is the request itself: its headers, key and fingerprint, and the captured and stored response. "
+        "`manager.run` around the same application, without anything of HTTP, reaches 0.40: together they take "
+        "20 µs more than the sum of both alone"
     ),
     "sql_inbox_core": (
         "two bare statements on the same connection, without any guard, reach 0.8 to 0.9: each is a round trip. The "
