@@ -293,17 +293,22 @@ class ServiceWorker:
 
     async def _consume(self) -> None:
         """Consume until stopped; replace a broken client, at most `MOST_RENEWALS` times in a row."""
-        renewals, patience = 0, PATIENCE
-        while poller := await self._join(patience):
+        renewals = failures = 0
+        while poller := await self._join(PATIENCE * 2**renewals):
             await self._consume_with(poller)
             if not poller.broken.done():
                 return
             reason = poller.broken.result()
-            renewals = 1 if poller.watchdog.fetched else renewals + 1
+            if poller.watchdog.fetched:
+                renewals = failures = 0
+            if poller.is_failure_temporary:
+                failures += 1
+                await asyncio.wait({self._stopping}, timeout=POLL_BACKOFF.pause(failures))
+            else:
+                renewals += 1
             if renewals > MOST_RENEWALS:
                 raise KafkaError(f"the Kafka client does not fetch, nor did {MOST_RENEWALS} replacements: {reason}")
             logger.error("%s: replacing the broken Kafka client: %s", self.name, reason)
-            patience = PATIENCE * 2**renewals
 
     async def _join(self, patience: float) -> Poller | None:
         """Join the group, and wait for brokers that are not available yet.  Returns `None` if stopped before.

@@ -89,6 +89,8 @@ class Poller:
         self._longest_poll = longest_poll
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, when the client is to be replaced."""
+        self.is_failure_temporary = False
+        """Whether it is to be replaced because of a temporary error of the brokers, and may not be broken itself."""
         self._fetched: Collection[Partition] = ()
         """Partitions for which the last poll returned messages, or that were assigned during it."""
         self._positions_due = 0.0
@@ -169,8 +171,9 @@ class Poller:
     ) -> Mapping[Any, Sequence[Any]]:
         return await self.consumer.getmany(*only, timeout_ms=int(seconds * 1000), max_records=most)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, *, is_temporary: bool = False) -> None:
         if not self.broken.done():
+            self.is_failure_temporary = is_temporary
             self.broken.set_result(reason)
 
     # Failed polls.
@@ -182,7 +185,7 @@ class Poller:
         logger.warning("%s: %s", self._service, self.reason)
         retriable = isinstance(error, KafkaError) and error.retriable
         if not self._rewind():
-            self._give_up(f"{self.reason}; the start of a new partition was not known yet")
+            self._give_up(f"{self.reason}; the start of a new partition was not known yet", is_temporary=retriable)
         elif not retriable and failures >= HOPELESS_FAILURES:
             self._give_up(self.reason)
         elif not retriable and failures >= SAME_FAILURES:

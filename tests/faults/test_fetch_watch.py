@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, RequestTimedOutError
 
 from integr8s_idem.config import KafkaSettings, ServiceSettings
 from integr8s_idem.handlers.dispatcher import EventDispatcher, EventRouter
 from integr8s_idem.worker import ServiceWorker, consumer, poller
+from integr8s_idem.worker.fetch_watchdog import MOST_RENEWALS
 from integr8s_idem.worker.kafka_protocols import Consumer
 from tests.kafka_faults import servers
 from tests.kafka_faults.tools import need_kafka
@@ -87,6 +88,31 @@ async def test_a_service_fails_when_replaced_clients_do_not_fetch_either() -> No
 
     assert len(clients) == 1  # four were used: the first one and three replacements
     assert not worker.health().live
+
+
+class TimingOutConsumer(FakeConsumer):
+    """A consumer whose brokers do not respond in time after it was assigned partitions."""
+
+    async def position(self, partition: Any) -> int:
+        raise RequestTimedOutError
+
+    async def getmany(self, *partitions: Any, timeout_ms: int, max_records: int) -> Mapping[Any, Any]:
+        raise RequestTimedOutError
+
+
+async def test_a_service_survives_brokers_that_do_not_respond_to_new_clients() -> None:
+    """Nothing is known of a new partition after a failed poll, so that the client is replaced, but it is not stuck."""
+    broker, charged = FakeBroker(), list[str]()
+    broker.publish(OrderPlaced(order_id="1"))
+    clients: list[FakeConsumer] = [TimingOutConsumer(broker) for _ in range(MOST_RENEWALS + 2)]
+    worker = worker_of(broker, [*clients, FakeConsumer(broker)], charged)
+    running = asyncio.create_task(worker.run())
+
+    await eventually(lambda: charged or running.done())
+    worker.stop()
+    await running
+
+    assert charged == ["1"]
 
 
 async def test_an_idle_client_is_not_replaced() -> None:
