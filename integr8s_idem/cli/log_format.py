@@ -46,7 +46,10 @@ class JsonFormatter(logging.Formatter):
         fields.update(exception_fields(record))
         if record.stack_info:
             fields["stack"] = self.formatStack(record.stack_info)
-        return json.dumps(_plain(fields), default=str)
+        try:
+            return json.dumps(_plain(fields), default=str)
+        except Exception:  # noqa: BLE001 -- a log call must not fail because of a value that was passed as `extra`
+            return json.dumps({name: _writable(value) for name, value in fields.items()}, default=str)
 
 
 class TextFormatter(logging.Formatter):
@@ -60,7 +63,7 @@ class TextFormatter(logging.Formatter):
         time = datetime.fromtimestamp(record.created, UTC).astimezone().strftime("%H:%M:%S")
         fields = extra_fields(record)
         context = _context_of(fields)
-        extra = "".join(f"  {name}={value}" for name, value in fields.items()) + context
+        extra = "".join(f"  {name}={_text_of(value)}" for name, value in fields.items()) + context
         line = f"{time} {record.levelname:<7} {record.name}  {redacted(record.getMessage().rstrip())}{extra}"
         below = [redacted(self.formatException(record.exc_info))] if record.exc_info else []
         below += [self.formatStack(record.stack_info)] if record.stack_info else []
@@ -155,6 +158,21 @@ def _context_of(fields: dict[str, Any]) -> str:
     elif "service" in known:
         shown.insert(0, f"service={known['service']}")
     return "  " + " ".join(shown) if shown else ""
+
+
+def _writable(value: Any) -> Any:
+    """Return `value`, or a text that replaces one that JSON cannot contain."""
+    try:
+        return json.loads(json.dumps(_plain(value), default=str))
+    except Exception:  # noqa: BLE001 -- of `__str__`, or because the value contains itself
+        return _text_of(value)
+
+
+def _text_of(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # noqa: BLE001 -- any error of `__str__`
+        return f"<{type(value).__name__}: {type(error).__name__} in its text>"
 
 
 def _plain(value: Any) -> Any:

@@ -83,9 +83,8 @@ def context_fields(*, keys: bool = False) -> dict[str, object]:
         keys: Whether to include `record_key` and `message_key`, which may contain personal data.
     """
     source, run = SOURCE.get(), RUN.get()
-    known: dict[str, object] = _span_fields()
-    if source is not None:
-        known.update(source.log_fields())
+    known: dict[str, object] = {} if source is None else {**source.log_fields()}
+    known.update(_span_fields())
     if run is not None:
         # The innermost run: that of a decorated function within a handler, for example.
         known.setdefault("service", run.among.service)

@@ -8,6 +8,7 @@ message without a trace context starts a new trace, independent of the span in w
 from __future__ import annotations
 
 import contextvars
+from asyncio import CancelledError
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import version
@@ -294,7 +295,7 @@ class _RecordedPhase:
 
     def _record(self, error: BaseException) -> None:
         name = names.error_type_of(error)
-        if not isinstance(error, Exception):
+        if isinstance(error, CancelledError | GeneratorExit):
             # A cancellation is not an error of the phase.
             self._span.set_attribute(names.INTERRUPTED, name)
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from threading import local
+from threading import get_ident, local
 from types import TracebackType
 from typing import Final
 
@@ -116,11 +116,20 @@ class UnrecordedSpan(otel.NonRecordingSpan):
         self._carrier = carrier
         self._trace_id = trace_id
         self._made: list[otel.SpanContext] = []
+        self._making_thread = 0
+        """The thread that is creating the context."""
 
     def get_span_context(self) -> otel.SpanContext:
         """Return the context for child spans and other services, so that they are not recorded either."""
         if not self._made:
-            self._made.append(self._sampling.begin(self._carrier, self._trace_id).get_span_context())
+            if self._making_thread == get_ident():
+                # The SDK logs a warning about the headers, and a log filter asks for the current span.
+                return otel.INVALID_SPAN_CONTEXT
+            self._making_thread = get_ident()
+            try:
+                self._made.append(self._sampling.begin(self._carrier, self._trace_id).get_span_context())
+            finally:
+                self._making_thread = 0
         # If two threads have called this concurrently, both use the first result.
         return self._made[0]
 

@@ -13,6 +13,7 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
+from integr8s_idem.codecs import header
 from integr8s_idem.engine.run import Run
 from integr8s_idem.handlers.handler import HandlerExecution
 from integr8s_idem.records import Completed
@@ -131,11 +132,15 @@ class Delivery:
     def log_fields(self) -> Mapping[str, object]:
         """Return the fields of log records about it."""
         record = self.record
-        return {
+        known: dict[str, object] = {
             **self.assignment.log_fields(),
             "offset": record.offset,
             "message_key": key_text(record.key),
         }
+        if not self.event_type:
+            # It is not decoded; its headers may state what it is.
+            known |= {name: header(record.headers, name) for name in ("event_id", "event_type")}
+        return known
 
     def add_task(self, task: asyncio.Task[Any]) -> None:
         """Note a task that handles it."""
@@ -161,8 +166,8 @@ class Delivery:
             if delivery._processing is not None:  # noqa: SLF001  # of the same class
                 delivery.end()
 
-    def note_failure(self, error: Exception, attempt: int = 0) -> None:
-        """Note that an attempt has failed, or has lost its lease, and will be repeated."""
+    def note_failure(self, error: BaseException, attempt: int = 0) -> None:
+        """Note that an attempt has failed, or has lost its lease."""
         if self.recorded is not None:
             self.recorded.failed(error, attempt)
         elif self._processing is not None:

@@ -185,7 +185,7 @@ class Conclusions:
             if task.cancelled():
                 self.cancelled(item)
             else:
-                self._tasks.has_succeeded(task)
+                self._tasks.has_succeeded(task, item)
 
         return self._tasks.begin_for(item.delivery, attempting(), ended, item)
 

@@ -23,6 +23,8 @@ class PipelineTasks:
         self._service = service
         self._fail = fail
         self._running: set[asyncio.Task[None]] = set()
+        self._reported: BaseException | None = None
+        """The last error that was reported."""
 
     @property
     def running(self) -> set[asyncio.Task[None]]:
@@ -66,17 +68,18 @@ class PipelineTasks:
         delivery.add_task(task)
         return task
 
-    def has_succeeded(self, task: asyncio.Task[None]) -> bool:
+    def has_succeeded(self, task: asyncio.Task[None], source: LogSource | None = None) -> bool:
         """Whether an ended task was not cancelled and raised no error; an error is reported as a bug."""
         if task.cancelled():
             return False
         error = task.exception()
-        if error is not None:
-            self.report_bug(error)
+        if error is not None and error is not self._reported:
+            self.report_bug(error, source)
         return error is None
 
     def report_bug(self, error: BaseException, source: LogSource | None = None) -> None:
         """Log `error`, and stop the service.  `source`: the delivery or item, if it is known."""
+        self._reported = error
         with logging_with(source):
             logger.error("%s: handling a delivery failed because of a bug", self._service, exc_info=error)
         self._fail(error)

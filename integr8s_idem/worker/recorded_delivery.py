@@ -44,10 +44,12 @@ class RecordedDelivery:
         self._span.link(trace, Relation.RUN)
 
     def failed(self, error: BaseException, attempt: int = 0) -> None:
-        """Note that an attempt has failed, or has lost its lease; it will be repeated."""
+        """Note that an attempt has failed, or has lost its lease; it will be repeated, unless it ends the service."""
         self._span.fail(error)
-        is_lost = isinstance(error, LeaseLostError)
-        self._if_released = DeliveryOutcome.LOST_LEASE if is_lost else DeliveryOutcome.RETRIED
+        if isinstance(error, LeaseLostError):
+            self._if_released = DeliveryOutcome.LOST_LEASE
+        elif isinstance(error, Exception):
+            self._if_released = DeliveryOutcome.RETRIED
         self._attempt = max(self._attempt, attempt)
 
     def released(self) -> None:

@@ -148,8 +148,10 @@ class Runners:
         except asyncio.CancelledError:
             conclusions.cancelled(item)
             raise
-        except BaseException:
-            conclusions.abandon(item)
+        except BaseException as error:
+            attempt = getattr(run, "attempt", None)
+            item.delivery.note_failure(error, attempt.number if attempt is not None else 0)
+            conclusions.broken(item, error)
             raise
         else:
             if isinstance(outcome, Returned):

@@ -203,7 +203,7 @@ class Explainer:
             self._note_search_limits(answer)
             return answer
         answer.notes.append(
-            f"the message cannot be decoded with the envelopes of these settings ({error.reason}): {error}. Services "
+            f"the message cannot be decoded with the envelopes of these settings: {error}. Services "
             "dead-letter such messages; with --app MODULE:APP, their own codecs and event classes are used"
         )
         answer.notes += await undecodable_notes(self._settings.kafka, message)
@@ -218,7 +218,7 @@ class Explainer:
             try:
                 await self._for_service(answer, service, message)
             except UndecodableEventError as error:
-                answer.notes.append(f"{service.name} cannot decode it and dead-letters it ({error.reason}): {error}")
+                answer.notes.append(f"{service.name} cannot decode it and dead-letters it: {error}")
                 is_undecodable = True
             except IdempotencyError:
                 raise

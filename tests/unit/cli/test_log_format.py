@@ -57,6 +57,24 @@ def test_values_that_json_does_not_support_are_converted() -> None:
     assert line["odd"]["deep"] == [{"b'k'": "nan"}]
 
 
+class Mute:
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def test_values_that_cannot_be_written_are_replaced() -> None:
+    endless: dict[str, object] = {}
+    endless["self"] = endless
+    given = record("m", extra={"endless": endless, "mute": Mute(), "amount": 7})
+
+    line = as_json(given)
+
+    assert (line["message"], line["amount"]) == ("m", 7)
+    assert line["endless"].startswith("{'self'")
+    assert line["mute"] == "<Mute: ZeroDivisionError in its text>"
+    assert "mute=<Mute: ZeroDivisionError in its text>" in TextFormatter().format(given)
+
+
 def test_a_json_line_contains_the_exception() -> None:
     given = record("m")
     try:

@@ -26,6 +26,7 @@ from integr8s_idem.integrations import aiokafka
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from integr8s_idem.telemetry.log_fields import ContextFilter, context_fields, logging_with
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
+from integr8s_idem.testing.span_recorder import SpanRecorder
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.fake_worker import running
@@ -189,13 +190,16 @@ async def test_the_line_of_a_dead_letter_names_the_event(recorded: bool, lines: 
 async def test_the_line_of_an_undecodable_message_names_its_place(lines: Lines) -> None:
     broker = FakeBroker()
     broker.put("parcel_sent", b"{", partition=1)
+    broker.put("parcel_sent", b"{}", partition=0, headers=[("event_id", b"p-1"), ("event_type", b"parcel_sent")])
 
     async with running(dispatcher_of(log_parcel, guarded()), broker) as worker:
         await worker.until(lambda: all_committed(worker))
 
-    line = lines.with_text("dead-lettered")
-    assert (line["service"], line["topic"], line["partition"], line["offset"]) == ("billing", "parcel_sent", 1, 0)
-    assert "event_id" not in line
+    unknown, known = (lines.with_text(f"dead-lettered parcel_sent[{number}]@0") for number in (1, 0))
+    place = [unknown[name] for name in ("service", "topic", "partition", "offset")]
+    assert place == ["billing", "parcel_sent", 1, 0]
+    assert "event_id" not in unknown
+    assert (known["event_id"], known["event_type"]) == ("p-1", "parcel_sent")
 
 
 @virtual_time
@@ -267,6 +271,59 @@ async def test_lines_of_a_batch_contain_what_its_events_have_in_common(lines: Li
     assert line["message"] == "2 parcels"
     assert {"offset", "event_id"} & line.keys() == set()
     assert (line["service"], line["topic"], line["handler"], line["attempt"]) == ("billing", "parcel_sent", "handle", 1)
+
+
+@virtual_time
+async def test_the_line_of_a_batch_with_one_event_contains_the_current_span(lines: Lines) -> None:
+    spans: list[otel.SpanContext] = []
+
+    async def handle(events: Sequence[ParcelSent]) -> None:
+        spans.append(otel.get_current_span().get_span_context())
+        SHOP.info("batch")
+
+    router = EventRouter()
+    router.on_batch(ParcelSent, name="handle", max_size=2)(handle)
+    here = guarded(observer=recording_observer())
+
+    async with running(IdempotentEventDispatcher(router, here.manager), sent(1)) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert lines.of("shop")[0]["span_id"] == otel.format_span_id(spans[0].span_id)
+
+
+@virtual_time
+async def test_a_warning_about_headers_of_a_trace_that_is_not_recorded_is_logged_once(lines: Lines) -> None:
+    """The SDK logs it when a line asks for the current span, which parses the headers."""
+    broker = FakeBroker()
+    traceparent = f"00-{1:032x}-{1:016x}-00".encode()
+    headers: Any = [("traceparent", traceparent), ("tracestate", b"a b c")]
+    broker.put("parcel_sent", ParcelSent(number=7).model_dump_json().encode(), headers=headers)
+
+    async with running(dispatcher_of(log_parcel, guarded(observer=recording_observer())), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert [line["message"] for line in lines.of("shop")] == ["parcel 7"]
+    assert len([line for line in lines.all if "a b c" in line["message"]]) == 1
+
+
+@virtual_time
+async def test_the_line_of_an_error_that_ends_the_service_names_the_event(lines: Lines) -> None:
+    class WorkerOutOfOrder(BaseException):
+        pass
+
+    async def fail(event: ParcelSent) -> None:
+        raise WorkerOutOfOrder
+
+    recorder = SpanRecorder()
+    here = guarded(observer=recorder.observer("billing"))
+    with pytest.raises(WorkerOutOfOrder):
+        async with running(dispatcher_of(fail, here), sent(1)) as worker:
+            await worker.task
+
+    line = lines.with_text("because of a bug")
+    assert [line[name] for name in PLACE] == ["parcel_sent", 0, 0, "parcel-0"]
+    span = recorder.spans().one("process parcel_sent")
+    assert (span.outcome, span.attempt, span.failed) == ("released", 1, True)
 
 
 @virtual_time
