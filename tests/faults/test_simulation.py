@@ -35,6 +35,11 @@ def test_no_seed_breaks_a_promise() -> None:
     assert min(figures[name] for name in ("takeovers", "crashes", "stalls", "partitions", "rebalances", "repeats")) > 50
 
 
+@pytest.mark.parametrize("seed", [231_261])
+def test_a_seed_that_has_found_a_bug_passes(seed: int) -> None:
+    assert simulate(seed).violations == []
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", BUGS)
 def test_an_injected_bug_is_found(bug: str, record_property: Callable[[str, object], None]) -> None:
