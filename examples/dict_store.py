@@ -25,6 +25,7 @@ from integr8s_idem.records import (
     ReserveRequest,
     StoreHealth,
     Verdict,
+    is_other_payload,
 )
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -65,7 +66,7 @@ class DictStore:
         if row is None:
             return self._take(request, now, None, Previous.NONE)
         record = row.record
-        if None not in (record.fingerprint, request.fingerprint) and record.fingerprint != request.fingerprint:
+        if is_other_payload(record.fingerprint, request.fingerprint):
             assert record.fingerprint is not None
             assert request.fingerprint is not None
             return KeyReused(key=request.key, stored=record.fingerprint, offered=request.fingerprint)

@@ -19,6 +19,22 @@ from integr8s_idem._util.fast_dataclass import quick
 
 JSON: Final = "application/json"
 
+_FIELD_SET_BYTES: Final = 4
+
+
+def is_other_payload(stored: bytes | None, offered: bytes | None) -> bool:
+    """Whether two fingerprints of one key show that it is used with another payload.
+
+    A fingerprint whose first bit is 0 is compared whole.  If the first bit is 1, the first four bytes name the set of
+    fields that the other twelve were computed from, and only fingerprints of the same set are compared: another version
+    of the code, which knows one field more, computes another digest of the same payload.  A missing fingerprint equals
+    every other.
+    """
+    if stored is None or offered is None or stored == offered:
+        return False
+    has_set = stored[:1] >= b"\x80" or offered[:1] >= b"\x80"
+    return not has_set or stored[:_FIELD_SET_BYTES] == offered[:_FIELD_SET_BYTES]
+
 
 class IdempotencyStatus(str, Enum):
     """The state of one unit of work.  A released reservation is `processing` with a lease that has ended."""
@@ -71,7 +87,10 @@ class ReserveRequest:
     retention: timedelta
     """How long the record is kept if it is not written again; longer than the lease, so that attempts are counted."""
     fingerprint: bytes | None = None
-    """16 bytes that identify the payload; `None` if equal keys mean equal work regardless of the payload."""
+    """16 bytes that identify the payload; `None` if equal keys mean equal work regardless of the payload.
+
+    Stores compare fingerprints with `is_other_payload` only: some name the set of fields that they were made of.
+    """
     owner: str = ""
     """Name of the caller for messages, such as `billing@host-7`.  At most 128 characters."""
     trace: TraceLink | None = None

@@ -11,7 +11,7 @@ from datetime import timedelta
 from time import monotonic
 from typing import Final
 
-from integr8s_idem.records import Completed
+from integr8s_idem.records import Completed, is_other_payload
 
 LARGEST: Final = 1_024
 """Maximum size of a cached result in bytes; duplicates of work with a larger result ask the store."""
@@ -42,8 +42,7 @@ class LocalCache:
         if monotonic() >= until:
             self._entries.pop(key, None)
             return None
-        same = fingerprint is None or cached is None or cached == fingerprint
-        return done if same else None
+        return None if is_other_payload(cached, fingerprint) else done
 
     def forget(self, key: str) -> None:
         """Remove `key` from the cache."""

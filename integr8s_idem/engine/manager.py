@@ -40,7 +40,9 @@ from integr8s_idem.errors import (
     CorruptRecordError,
     ResultDroppedError,
 )
+from integr8s_idem.events import BaseEvent
 from integr8s_idem.keys import LAST_GENERATION, Key, KeySpace, generation_key
+from integr8s_idem.keys.fingerprints import given_fingerprint
 from integr8s_idem.records import (
     Completed,
     Completion,
@@ -165,14 +167,19 @@ class IdempotencyManager:
 
     # Store operations, for one key or many.
 
-    async def reserve(self, key: str | Key, *, fingerprint: bytes | None = None) -> Verdict:
+    async def reserve(self, key: str | Key, *, fingerprint: bytes | BaseEvent | None = None) -> Verdict:
         """Reserve `key` and return the verdict of the store.
+
+        Args:
+            key: Identifies the work within the scope; compared byte for byte.
+            fingerprint: The payload, as for `run`.
 
         Raises:
             CorruptRecordError: The record cannot be read.
             StoreError: The store did not answer.
         """
-        verdict = await self._store_client.reserve(self._store_client.request(Work(self.space.key(key), fingerprint)))
+        work = Work(self.space.key(key), given_fingerprint(fingerprint))
+        verdict = await self._store_client.reserve(self._store_client.request(work))
         if isinstance(verdict, Corrupt):
             raise CorruptRecordError(verdict.key, verdict.reason)
         return verdict
@@ -258,7 +265,7 @@ class IdempotencyManager:
     # Batches: reserve many keys together, and settle them individually.
 
     async def acquire_batch(
-        self, keys: Iterable[K], *, fingerprint: Callable[[K], bytes | None] | None = None
+        self, keys: Iterable[K], *, fingerprint: Callable[[K], bytes | BaseEvent | None] | None = None
     ) -> dict[K, Verdict]:
         """Reserve many keys in one round trip.  Repeated keys are reserved once.
 
@@ -267,7 +274,7 @@ class IdempotencyManager:
 
         Args:
             keys: The keys; the verdicts are returned in the same order.
-            fingerprint: Returns the fingerprint of a key's payload, 16 bytes.
+            fingerprint: Returns the payload of a key, as for `run`.
 
         Returns:
             The verdict for each key.  Do the work of those that are `Reserved`, and pass the reservation to
@@ -283,7 +290,9 @@ class IdempotencyManager:
                 "acquire_batch takes several keys: write acquire_batch([key]), or use reserve for one key"
             )
         unique = list(dict.fromkeys(keys))
-        works = [Work(self.space.key(key), fingerprint(key) if fingerprint else None) for key in unique]
+        works = [
+            Work(self.space.key(key), given_fingerprint(fingerprint(key)) if fingerprint else None) for key in unique
+        ]
         asked_at = self._leases.now()
         verdicts = await self._store_client.reserve_together(list(map(self._store_client.request, works)))
         self._batch_leases.add((verdict for verdict in verdicts if isinstance(verdict, Reserved)), asked_at)
@@ -428,7 +437,7 @@ class IdempotencyManager:
         key: str | Key,
         function: Callable[[], Awaitable[T]],
         *,
-        fingerprint: bytes | None = None,
+        fingerprint: bytes | BaseEvent | None = None,
         ttl: Duration | None = None,
         on_in_progress: OnInProgress | Literal["wait", "raise", "skip"] | None = None,
         wait_timeout: Duration | None = None,
@@ -439,7 +448,8 @@ class IdempotencyManager:
         Args:
             key: Identifies the work within the scope; compared byte for byte.
             function: Async function that does the work.  A replayed result has the type of its return annotation.
-            fingerprint: Fingerprint of the payload, 16 bytes; a later use of the key must have the same.
+            fingerprint: The payload, which must be the same in a later use of the key: an event, or 16 bytes.  Events
+                are compared if their classes have the same fields, and bytes always.
             ttl: How long the outcome is kept, by the store's clock: a `timedelta`, or seconds.
             on_in_progress: What to do while another caller runs the work; as configured if `None`.
                 `skip` returns `None`: the outcome is unknown.
@@ -465,10 +475,10 @@ class IdempotencyManager:
         checked_ttl = None if ttl is None else self.checked_ttl(ttl)
         block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
         wait = None if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
-        work_key = self.space.key(key)
-        if self.executor.cache is not None and (known := self.executor.known_here(work_key, fingerprint)) is not None:
+        work_key, payload = self.space.key(key), given_fingerprint(fingerprint)
+        if self.executor.cache is not None and (known := self.executor.known_here(work_key, payload)) is not None:
             return replayed_value(work_key.label, known, function)  # type: ignore[no-any-return]
-        work = Work(work_key, fingerprint, checked_ttl, on_failure=block)
+        work = Work(work_key, payload, checked_ttl, on_failure=block)
 
         def without_attempt(_: Attempt) -> Awaitable[T]:
             running = function()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 from collections.abc import Awaitable, Callable
 from enum import Enum
@@ -21,7 +20,7 @@ from integr8s_idem.errors import (
     StoreUnavailableError,
 )
 from integr8s_idem.keys import KeySpace, first_generation_key, generation_key
-from integr8s_idem.keys.fingerprints import FINGERPRINT_BYTES
+from integr8s_idem.keys.fingerprints import fingerprint, without_field_set
 from integr8s_idem.records import (
     IdempotencyRecord,
     IdempotencyStatus,
@@ -125,12 +124,14 @@ class StepSlots:
         for generation in range(attempt.generation):
             for _, record in await self._records(generation_key(first, generation)):
                 if record.status is IdempotencyStatus.COMPLETED and record.fingerprint is not None:
-                    self._before[record.fingerprint] = record
+                    self._before[without_field_set(record.fingerprint)] = record
         for slot, record in await self._records(attempt.key):
             self._free = max(self._free, slot + 1)
             if record.fingerprint is not None:
-                self._taken[record.fingerprint] = slot
-                self._found[record.fingerprint] = record
+                # Development versions before 0.2.0 left the first bit as it was.
+                mark = without_field_set(record.fingerprint)
+                self._taken[mark] = slot
+                self._found[mark] = record
 
     async def _records(self, unit: str) -> list[tuple[int, IdempotencyRecord]]:
         found: list[tuple[int, IdempotencyRecord]] = []
@@ -153,7 +154,7 @@ class StepSlots:
 
 def mark_of(name: str) -> bytes:
     """Return the fingerprint of a step's name, which identifies the step in its slot."""
-    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:FINGERPRINT_BYTES]
+    return fingerprint(name.encode("utf-8", "surrogatepass"))
 
 
 async def pause_briefly(_: object) -> None:

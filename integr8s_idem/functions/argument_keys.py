@@ -17,14 +17,16 @@ from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from enum import Enum
-from typing import Any, Final, TypeAlias
+from functools import cache
+from typing import Any, Final, TypeAlias, get_type_hints
 from uuid import UUID
 
 import pydantic_core
 
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.keys import escaped
-from integr8s_idem.keys.fingerprints import canonical_json, fingerprint
+from integr8s_idem.keys.field_sets import annotation_at, field_set_of_parts, field_set_of_value
+from integr8s_idem.keys.fingerprints import canonical_json, fingerprint, fingerprint_of_fields
 
 KeySource: TypeAlias = str | Sequence[str] | Callable[..., str]
 """The source of a key: a template, dotted fields, or a function of the arguments."""
@@ -110,9 +112,16 @@ def key_maker(source: KeySource, signature: inspect.Signature, name: str) -> Cal
 
 
 def fingerprint_maker(
-    source: FingerprintSource | None, signature: inspect.Signature, name: str
+    source: FingerprintSource | None,
+    signature: inspect.Signature,
+    name: str,
+    function: Callable[..., Any] | None = None,
 ) -> Callable[[Arguments], bytes | None]:
     """Return a function that makes the fingerprint of a call, or `None` without a `source`.
+
+    Fingerprints of dotted fields are compared if the fields are the same, including those of the classes with which
+    `function` annotates its parameters.  If a function is the source, what it returns is compared whole, or by the
+    fields of its class if that declares fields.
 
     Raises:
         InvalidKeyError: The fingerprint uses an unknown parameter.
@@ -120,12 +129,43 @@ def fingerprint_maker(
     if source is None:
         return lambda _: None
     if callable(source):
-        make = _function_of(source, signature)
-        return lambda call: _fingerprint(make(call))
+        return _fingerprint_by(_function_of(source, signature))
     if isinstance(source, str):
         raise InvalidKeyError(f"fingerprint takes a list of fields, such as [{source!r}], or a function")
-    fields = [_field(text, signature, name, "fingerprint") for text in source]
-    return lambda call: _fingerprint({field.text: field.value(call.named) for field in fields})
+    return _fingerprint_of_parts([_field(text, signature, name, "fingerprint") for text in source], function)
+
+
+def _fingerprint_by(make: Callable[[Arguments], Any]) -> Callable[[Arguments], bytes]:
+    def fingerprint_of_call(call: Arguments) -> bytes:
+        value = make(call)
+        payload, field_set = _canonical(value), field_set_of_value(value)
+        return fingerprint(payload) if field_set is None else fingerprint_of_fields(field_set, payload)
+
+    return fingerprint_of_call
+
+
+def _fingerprint_of_parts(
+    fields: Sequence[_Field], function: Callable[..., Any] | None
+) -> Callable[[Arguments], bytes]:
+    @cache  # at the first call, when the names in annotations are defined
+    def field_set() -> bytes:
+        annotations = _annotations(function)
+        return field_set_of_parts(
+            {field.text: annotation_at(annotations.get(field.parameter, Any), field.path) for field in fields}
+        )
+
+    def fingerprint_of_call(call: Arguments) -> bytes:
+        payload = _canonical({field.text: field.value(call.named) for field in fields})
+        return fingerprint_of_fields(field_set(), payload)
+
+    return fingerprint_of_call
+
+
+def _annotations(function: Callable[..., Any] | None) -> dict[str, Any]:
+    try:
+        return get_type_hints(function) if function is not None else {}
+    except (NameError, TypeError):  # imported for type checkers only, or not a function
+        return {}
 
 
 def _function_of(make: Callable[..., Any], signature: inspect.Signature) -> Callable[[Arguments], Any]:
@@ -144,12 +184,12 @@ def _function_of(make: Callable[..., Any], signature: inspect.Signature) -> Call
     return lambda call: make(**{name: call.named[name] for name in (call.named if takes_all else names)})
 
 
-def _fingerprint(value: object) -> bytes:
+def _canonical(value: object) -> bytes:
     try:
         plain = pydantic_core.to_jsonable_python(value)
     except pydantic_core.PydanticSerializationError as error:
         raise InvalidKeyError(f"the fingerprint cannot be made: {error}") from error
-    return fingerprint(canonical_json(plain))
+    return canonical_json(plain)
 
 
 def _template(template: str, signature: inspect.Signature, name: str) -> Callable[[Arguments], str]:

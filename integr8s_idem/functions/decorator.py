@@ -61,7 +61,7 @@ def idempotent(
         lock_timeout: How long to wait for a concurrent duplicate, by this process's clock; as configured if `None`.
         scope: Scope of the key, instead of the manager's scope.
         fingerprint: The payload that a later use of the key must match: dotted fields, or a function of the arguments.
-            Without it calls with equal keys are duplicates.
+            Without it calls with equal keys are duplicates.  Records made with other fields are not compared.
         re_execute_on_read: Store no outcome, not even a failure: a later call runs again, but never concurrently.
         on_failure: What a failed run means for the next call; as configured if `None`.
         manager: The manager that guards the function.
@@ -93,7 +93,7 @@ def idempotent(
             name,
             signature,
             key_maker(key, signature, name),
-            fingerprint_maker(fingerprint, signature, name),
+            fingerprint_maker(fingerprint, signature, name, function),
             parsed_ttl,
             longest_wait,
             scope,

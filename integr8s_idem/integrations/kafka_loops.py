@@ -25,7 +25,8 @@ from integr8s_idem.errors import (
 )
 from integr8s_idem.functions.sync_bridge import is_async, named
 from integr8s_idem.keys import EntryPoint, Key, given_text
-from integr8s_idem.keys.fingerprints import fingerprint
+from integr8s_idem.keys.field_sets import field_set_of_value
+from integr8s_idem.keys.fingerprints import fingerprint, fingerprint_of_fields
 from integr8s_idem.records import Completed
 
 FIRST_PAUSE: Final = 0.2
@@ -82,9 +83,12 @@ def _fingerprint_of(body: object) -> bytes | None:
     if body is None or isinstance(body, bytes):
         return fingerprint(body or b"")
     try:
-        return fingerprint(encode_result(body).body)
+        payload = encode_result(body).body
     except ValueError:
         return None
+    # The fields of a class depend on the version of the code.
+    field_set = field_set_of_value(body)
+    return fingerprint(payload) if field_set is None else fingerprint_of_fields(field_set, payload)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from integr8s_idem._util.escaping import printable
 from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.keys.fingerprints import content_hash, fingerprint_of, plain_names
+from integr8s_idem.keys.fingerprints import content_hash, event_field_set, fingerprint_of, plain_names
 
 MAX_KEY_LENGTH: Final = 255
 """Longest full key, in bytes: short enough for the index of every store, long enough to stay readable."""
@@ -309,6 +309,7 @@ def _key_maker(handler: str, event: type[BaseEvent], event_type: str) -> Any | N
         label=label,
         longest_label=LONGEST_LABEL,
         safe="".join(character for character in map(chr, range(128)) if escaped(character) == character),
+        field_set=event_field_set(event),
         names=names,
     )
 

@@ -1,4 +1,12 @@
-"""Hashes and fingerprints of payloads, made from canonical JSON (RFC 8785)."""
+"""Hashes and fingerprints of payloads, made from canonical JSON (RFC 8785).
+
+A fingerprint has 16 bytes, of one of two kinds, which the first bit distinguishes:
+
+    0   127 bits of a digest: of bytes that every version of the code reads alike, such as the body of a request
+    1   the 31 bits of a field set (`integr8s_idem.keys.field_sets`), then 96 bits of a digest of these fields
+
+`integr8s_idem.records.is_other_payload` compares them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +21,7 @@ from pydantic import BaseModel
 
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.keys.field_sets import FIELD_SET_BYTES, field_set_of
 
 __all__ = ["canonical_json", "content_hash", "fingerprint_of"]
 
@@ -21,7 +30,11 @@ VOLATILE_FIELDS: Final = frozenset({"event_id", "timestamp", "metadata"})
 
 
 FINGERPRINT_BYTES: Final = 16
-"""Half of a SHA-256: enough, since fingerprints are compared only within one key, and records stay small."""
+"""Enough, since fingerprints are compared only within one key, and records stay small."""
+
+
+_MARKED: Final = b"\x80"
+"""The lowest first byte of a fingerprint with a field set."""
 
 
 def payload_of(event: BaseEvent, fields: Iterable[str] | None = None) -> dict[str, object]:
@@ -37,15 +50,25 @@ def content_hash(event: BaseEvent, fields: Iterable[str] | None = None) -> str:
 
 
 def fingerprint_of(event: BaseEvent) -> bytes:
-    """Return the fingerprint of the payload: `FINGERPRINT_BYTES` of a SHA-256."""
+    """Return the fingerprint of the payload: the set of its fields, and a digest of their values.
+
+    If you give it to a manager, it is compared whole.  Give the event itself instead, so that versions of its class
+    that differ in a field can be deployed side by side.
+    """
+    field_set = event_field_set(type(event))
     names = plain_names(type(event))
     if names:
         try:
-            plain = pydantic_core.to_json(_plain_payload(event.__dict__, names))
-            return hashlib.sha256(plain).digest()[:FINGERPRINT_BYTES]
+            return fingerprint_of_fields(field_set, pydantic_core.to_json(_plain_payload(event.__dict__, names)))
         except (TypeError, ValueError):
             pass  # a value whose JSON form depends on the writer
-    return fingerprint(canonical_json(payload_of(event)))
+    return fingerprint_of_fields(field_set, canonical_json(payload_of(event)))
+
+
+@lru_cache(maxsize=1_024)
+def event_field_set(event: type[BaseEvent]) -> bytes:
+    """Return the name of the set of fields that `fingerprint_of` covers."""
+    return field_set_of(event, VOLATILE_FIELDS)
 
 
 def _plain_payload(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, object]:
@@ -98,8 +121,30 @@ def _is_plain_field(field: Mapping[str, Any]) -> bool:
 
 
 def fingerprint(payload: bytes) -> bytes:
-    """Return `FINGERPRINT_BYTES` of the SHA-256 of `payload`."""
-    return hashlib.sha256(payload).digest()[:FINGERPRINT_BYTES]
+    """Return the fingerprint of bytes that do not depend on the version of the code."""
+    return without_field_set(hashlib.sha256(payload).digest()[:FINGERPRINT_BYTES])
+
+
+def fingerprint_of_fields(field_set: bytes, payload: bytes) -> bytes:
+    """Return the fingerprint of `payload`, the values of the fields that `field_set` names."""
+    return field_set + hashlib.sha256(payload).digest()[: FINGERPRINT_BYTES - FIELD_SET_BYTES]
+
+
+def given_fingerprint(given: bytes | BaseEvent | None) -> bytes | None:
+    """Return the fingerprint for what a caller gives: an event, or 16 bytes, which are compared whole.
+
+    Bytes whose first bit is 0 are the fingerprint.  A digest of others is, and its first bit is 0, so that the
+    fingerprint in a record may be given again.
+    """
+    if given is None or isinstance(given, bytes):
+        # The store rejects another length.
+        return fingerprint(given) if given and len(given) == FINGERPRINT_BYTES and given >= _MARKED else given
+    return fingerprint_of(given)
+
+
+def without_field_set(digest: bytes) -> bytes:
+    """Return `digest` with the first bit 0."""
+    return bytes((digest[0] & 0x7F,)) + digest[1:]
 
 
 def canonical_json(value: object) -> bytes:

@@ -25,6 +25,7 @@ from integr8s_idem.records import (
     StoreHealth,
     TraceLink,
     Verdict,
+    is_other_payload,
 )
 from integr8s_idem.stores import Surveyed
 
@@ -86,7 +87,7 @@ class MemoryIdempotencyRepository:
         if entry is None:
             return self._take(request, now, None, Previous.NONE)
         stored, offered = entry.fingerprint, request.fingerprint
-        if stored is not None and offered is not None and stored != offered:
+        if stored is not None and offered is not None and is_other_payload(stored, offered):
             return KeyReused(key=request.key, stored=stored, offered=offered)
         if entry.status is not IdempotencyStatus.PROCESSING:
             return _outcome(request.key, entry)

@@ -25,6 +25,7 @@ pytest.register_assert_rewrite(
     "integr8s_idem.testing.contract_batches",
     "integr8s_idem.testing.contract_reservations",
     "integr8s_idem.testing.contract_outcomes",
+    "integr8s_idem.testing.contract_payloads",
     "integr8s_idem.testing.contract_record_admin",
     "integr8s_idem.testing.random_histories",
     "integr8s_idem.testing.store_under_test",
@@ -32,6 +33,7 @@ pytest.register_assert_rewrite(
 
 from integr8s_idem.testing.contract_batches import BatchesContract  # noqa: E402
 from integr8s_idem.testing.contract_outcomes import SettlingContract  # noqa: E402
+from integr8s_idem.testing.contract_payloads import PayloadContract  # noqa: E402
 from integr8s_idem.testing.contract_record_admin import RecordAdminContract  # noqa: E402
 from integr8s_idem.testing.contract_reservations import ReservingContract  # noqa: E402
 from integr8s_idem.testing.random_histories import HistorySize, check_histories  # noqa: E402
@@ -40,7 +42,7 @@ from integr8s_idem.testing.store_under_test import SteppedClock, StoreUnderTest 
 __all__ = ["HistorySize", "RecordAdminContract", "RepositoryContract", "SteppedClock", "StoreUnderTest"]
 
 
-class RepositoryContract(ReservingContract, SettlingContract, BatchesContract):
+class RepositoryContract(ReservingContract, PayloadContract, SettlingContract, BatchesContract):
     """Inherit from this class and define a fixture `store`.  `histories` and `large_batch` limit the effort."""
 
     histories = HistorySize()

@@ -10,7 +10,6 @@ import pytest
 
 from integr8s_idem.records import (
     InProgress,
-    KeyReused,
     Previous,
     Reserved,
     TraceLink,
@@ -28,7 +27,6 @@ from integr8s_idem.testing.store_under_test import (
     new_trace,
     take,
     wish,
-    write,
 )
 
 
@@ -331,17 +329,3 @@ class ReservingContract:
 
         assert fences == sorted(set(fences))
         assert max(fences) < 2**53
-
-    @pytest.mark.parametrize("state", ["processing", "lapsed", "released", "completed", "failed"])
-    async def test_a_known_key_with_another_payload_is_rejected(self, store: StoreUnderTest, state: str) -> None:
-        key = new_key()
-        reserved = await take(store, key, fingerprint=b"a" * 16)
-        if state == "lapsed":
-            await lapse(store)
-        elif state != "processing":
-            await write(store, {"released": "release", "completed": "complete", "failed": "fail"}[state], reserved)
-
-        verdict = await ask(store, wish(key, fingerprint=b"b" * 16))
-
-        assert verdict == KeyReused(key=key, stored=b"a" * 16, offered=b"b" * 16)
-        assert not isinstance(await ask(store, wish(key)), KeyReused)

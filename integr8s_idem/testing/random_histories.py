@@ -47,7 +47,11 @@ _RETENTIONS = st.sampled_from([60, 200])
 _TTLS = st.sampled_from([40, 400])
 _STEPS = st.sampled_from([5, 10, 35, 100, 300])
 _KEYS = st.sampled_from(["a", "b", "c"])
-_FINGERPRINTS = st.sampled_from([None, None, b"1" * 16, b"2" * 16])
+# Two that are compared whole, and two field sets with two digests each.
+_FINGERPRINTS = st.sampled_from(
+    [None, None, b"1" * 16, b"2" * 16]
+    + [field_set + digest * 12 for field_set in (b"\x80set", b"\xffset") for digest in (b"1", b"2")]
+)
 _RESULTS = st.none() | st.builds(StoredResult, st.binary(max_size=60), st.sampled_from(["application/json", "text/x"]))
 
 

@@ -46,6 +46,16 @@ class ModelRecord:
     """Trace of the previous attempt."""
 
 
+def _differ(one: bytes, other: bytes) -> bool:
+    """Whether two fingerprints of the same field set differ; those without one have the same."""
+
+    def parts(fingerprint: bytes) -> tuple[bytes, bytes]:
+        return (fingerprint[:4], fingerprint[4:]) if fingerprint[0] & 128 else (b"", fingerprint)
+
+    (set_of_one, digest_of_one), (set_of_other, digest_of_other) = parts(one), parts(other)
+    return set_of_one == set_of_other and digest_of_one != digest_of_other
+
+
 @dataclass(slots=True)
 class Model:
     """A store that is simple enough to be obviously correct."""
@@ -83,7 +93,7 @@ class Model:
 
         if found is None:
             return take()
-        if found.fingerprint and fingerprint and found.fingerprint != fingerprint:
+        if found.fingerprint and fingerprint and _differ(found.fingerprint, fingerprint):
             return KEY_REUSED, found
         if found.status != RESERVED:
             return found.status, found

@@ -26,6 +26,8 @@ SLACK = timedelta(seconds=5)
 """Real time that may pass within a test."""
 RESULT = StoredResult(b'{"receipt": 1}')
 
+STATES = ("processing", "lapsed", "released", "completed", "failed")
+
 
 @dataclass(frozen=True, slots=True)
 class StoreUnderTest:
@@ -120,3 +122,12 @@ async def write(store: StoreUnderTest, verb: str, reservation: Reserved) -> bool
     if verb == "renew":
         return (await store.repository.renew([reservation], LEASE))[0]
     return (await store.repository.release([reservation]))[0]
+
+
+async def bring_into(store: StoreUnderTest, state: str, reservation: Reserved) -> None:
+    """Bring the record of a reservation into one of `STATES`."""
+    if state == "lapsed":
+        await lapse(store)
+    elif state != "processing":
+        verb = {"released": "release", "completed": "complete", "failed": "fail"}[state]
+        assert await write(store, verb, reservation)

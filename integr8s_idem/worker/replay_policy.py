@@ -15,7 +15,7 @@ from integr8s_idem.config import ReplaySettings
 from integr8s_idem.errors import CorruptRecordError, UndecodableEventError
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.keys import generation_key
-from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus
+from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, is_other_payload
 from integr8s_idem.telemetry import Observer, Signal
 from integr8s_idem.telemetry.log_fields import MessageSource, logging_with
 from integr8s_idem.worker.dead_letters import REPLAY_SIGNATURE, claim_of, own_headers, replay_header
@@ -122,8 +122,7 @@ async def follows_a_failure(execution: GuardedExecution, generation: int) -> boo
 
 
 def _has_failed(record: IdempotencyRecord, fingerprint: bytes | None) -> bool:
-    is_same = fingerprint is None or record.fingerprint in (None, fingerprint)
-    return record.status is IdempotencyStatus.FAILED and is_same
+    return record.status is IdempotencyStatus.FAILED and not is_other_payload(record.fingerprint, fingerprint)
 
 
 class ReplayReporter:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from integr8s_idem.keys.fingerprints import fingerprint_of
+from integr8s_idem.records import is_other_payload
 from services.events import CreatePodCommand
 from services.k8s_worker.runner import UnsupportedLanguageError
 from services.settings import PlatformSection
@@ -94,9 +95,16 @@ def belongs_to_platform(job: Mapping[str, Any]) -> bool:
 
 def runs_the_same(job: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Return whether the existing Job was created from the same command as `wanted`."""
-    return belongs_to_platform(job) and _metadata(job, "annotations").get(FINGERPRINT) == _metadata(
-        wanted, "annotations"
-    ).get(FINGERPRINT)
+    existing, own = _fingerprint_in(job), _fingerprint_in(wanted)
+    return belongs_to_platform(job) and len(existing) == len(own) and not is_other_payload(existing, own)
+
+
+def _fingerprint_in(job: Mapping[str, Any]) -> bytes:
+    """Return the fingerprint of the command that a Job was created from; empty if it has no valid one."""
+    try:
+        return bytes.fromhex(_metadata(job, "annotations")[FINGERPRINT])
+    except (KeyError, ValueError):
+        return b""
 
 
 def _metadata(job: Mapping[str, Any], field: str) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 //! Keys and fingerprints of events, as `integr8s_idem.keys` makes them.
 
+use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyString, PyTuple, PyType};
@@ -23,6 +24,7 @@ pub struct KeyMaker {
     label: String,
     longest_label: usize,
     safe: [bool; 256],
+    field_set: Vec<u8>,
     id: Py<PyString>,
     fields: Vec<(Py<PyString>, Vec<u8>)>,
 }
@@ -30,9 +32,10 @@ pub struct KeyMaker {
 #[pymethods]
 impl KeyMaker {
     /// `prefix` precedes the id in a key, and `label` in its name; both are ASCII. `safe`: the characters of an id
-    /// that are not escaped. `names`: of the fields that are part of the fingerprint, in canonical order.
+    /// that are not escaped. `field_set`: the beginning of a fingerprint, which names the set of its fields. `names`: of the
+    /// fields that are part of the fingerprint, in canonical order.
     #[new]
-    #[pyo3(signature = (key, keyed_work, *, prefix, label, longest_label, safe, names))]
+    #[pyo3(signature = (key, keyed_work, *, prefix, label, longest_label, safe, field_set, names))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -42,8 +45,12 @@ impl KeyMaker {
         label: String,
         longest_label: usize,
         safe: &str,
+        field_set: Vec<u8>,
         names: Vec<String>,
     ) -> PyResult<Self> {
+        if field_set.len() > FINGERPRINT_BYTES {
+            return Err(PyValueError::new_err("the name of a set of fields is longer than a fingerprint"));
+        }
         let mut safe_bytes = [false; 256];
         for byte in safe.bytes() {
             safe_bytes[usize::from(byte)] = byte.is_ascii();
@@ -63,6 +70,7 @@ impl KeyMaker {
             label,
             longest_label,
             safe: safe_bytes,
+            field_set,
             id: PyString::intern(py, "event_id").unbind(),
             fields,
         })
@@ -86,7 +94,11 @@ impl KeyMaker {
         let text = PyString::new(py, &[self.prefix.as_str(), &id].concat());
         let name = PyString::new(py, &[self.label.as_str(), &id].concat());
         let key = self.key.make(py, &[text.as_any(), name.as_any(), generation])?;
-        let fingerprint = PyBytes::new(py, &Sha256::digest(json)[..FINGERPRINT_BYTES]);
+        let mut fingerprint = [0; FINGERPRINT_BYTES];
+        let (set, digest) = fingerprint.split_at_mut(self.field_set.len());
+        set.copy_from_slice(&self.field_set);
+        digest.copy_from_slice(&Sha256::digest(json)[..digest.len()]);
+        let fingerprint = PyBytes::new(py, &fingerprint);
         let pair = PyTuple::new(py, [key, fingerprint.into_any()])?;
         self.new_tuple.bind(py).call1((self.keyed_work.bind(py), pair)).map(Some)
     }

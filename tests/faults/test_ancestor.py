@@ -69,7 +69,7 @@ async def test_a_duplicate_is_not_acknowledged_during_the_first_run_and_is_handl
 
     event = OrderPlaced()
     keyed = KeyResolver().resolve("charge", event)
-    assert isinstance(await owner.manager.reserve(keyed.key, fingerprint=keyed.fingerprint), Reserved)
+    assert isinstance(await owner.manager.reserve(keyed.key, fingerprint=event), Reserved)
     broker.publish(event)
 
     async with running(IdempotentEventDispatcher(router, guarded(owner.store).manager), broker) as worker:

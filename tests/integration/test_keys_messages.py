@@ -66,7 +66,7 @@ class Shop:
 
         async def done(store: IdempotencyRepository) -> str:
             manager = IdempotencyManager(repository=store, scope=service)
-            await manager.run(keyed.key, _receipt, fingerprint=keyed.fingerprint)
+            await manager.run(keyed.key, _receipt, fingerprint=event if keyed.fingerprint else None)
             await manager.close()
             return manager.space.full(keyed.key)
 

@@ -9,7 +9,7 @@ from typing import Final
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
 from integr8s_idem.engine.work import SUSPECT_AFTER, is_crash_limit_reached
 from integr8s_idem.operations.keys.record_state import Lease, RecordState
-from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus
+from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus, is_other_payload
 
 _ACKNOWLEDGES: Final = (
     "a worker would acknowledge it without handling it (on_in_progress = skip); if the owner dies, the event is lost"
@@ -44,7 +44,7 @@ class NextDelivery:
             return f"would be handled, as attempt 1 of at most {self.config.max_attempts}{self._blocks()}"
         if isinstance(found, Corrupt):
             return self._refused("CorruptRecordError", "corrupt_record")
-        if offered is not None and found.fingerprint is not None and offered != found.fingerprint:
+        if is_other_payload(found.fingerprint, offered):
             return self._key_reused()
         state = RecordState(found)
         if found.status is IdempotencyStatus.COMPLETED:

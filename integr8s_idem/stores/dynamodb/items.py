@@ -27,6 +27,7 @@ from integr8s_idem.records import (
     ReserveRequest,
     StoredResult,
     TraceLink,
+    is_other_payload,
 )
 from integr8s_idem.stores.dynamodb.clock import SECOND
 
@@ -221,7 +222,7 @@ def existing_verdict(
 ) -> InProgress | Completed | Failed | KeyReused | None:
     """Return the verdict of an existing record on `request`; `None` if the key can be reserved."""
     stored, offered = entry.fingerprint, request.fingerprint
-    if stored is not None and offered is not None and stored != offered:
+    if stored is not None and offered is not None and is_other_payload(stored, offered):
         return KeyReused(key=request.key, stored=stored, offered=offered)
     if entry.status != PROCESSING:
         return _outcome(entry)

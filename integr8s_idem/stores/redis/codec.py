@@ -90,6 +90,7 @@ from integr8s_idem.records import (
     StoredResult,
     TraceLink,
     Verdict,
+    is_other_payload,
 )
 
 SETTLED_FORMAT: Final = 3
@@ -417,7 +418,7 @@ def verdict_of(request: ReserveRequest, answer: bytes, now_us: int) -> Verdict:
     try:
         stored = parse(raw)
         offered = request.fingerprint
-        if offered is not None and stored.fingerprint is not None and offered != stored.fingerprint:
+        if offered is not None and stored.fingerprint is not None and is_other_payload(stored.fingerprint, offered):
             return KeyReused(key=key, stored=stored.fingerprint, offered=offered)
         if stored.status == COMPLETED:
             return Completed(

@@ -66,6 +66,13 @@ local function history_of(record, token_at)
   return tonumber(lapsed) or 0, tonumber(lapsed_alone) or 0, tonumber(alone) or 0
 end
 
+-- Whether two fingerprints show that the key is used with another payload.  If the first bit is 1, the first four bytes
+-- name the set of fields, and only fingerprints of the same set are compared.
+local function is_other_payload(stored, offered)
+  return stored ~= offered
+    and (sub(stored, 1, 4) == sub(offered, 1, 4) or byte(stored) < 128 and byte(offered) < 128)
+end
+
 -- Take over or refresh an existing record if the request may do so, and return the answer.
 local function update(key, record, request, lease, retention)
   local format, status, flags, high, low = byte(record, 1, 5)
@@ -84,11 +91,11 @@ local function update(key, record, request, lease, retention)
   end
   local checks = format == 2 and 4 or 0 -- bytes of each of the three checks
   local extras = 19 + checks
-  if offered % 2 == 1 and flags % 2 == 1 and sub(request, 14, 29) ~= sub(record, extras, extras + 15) then
-    return record
-  end
   local token_at = extras + EXTRAS[flags % 4] + 2 * checks
   if #record < token_at + 15 then
+    return record
+  end
+  if offered % 2 == 1 and flags % 2 == 1 and is_other_payload(sub(record, extras, extras + 15), sub(request, 14, 29)) then
     return record
   end
   -- A damaged record must not be rewritten with a valid check.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from sqlalchemy import (
@@ -13,7 +14,9 @@ from sqlalchemy import (
     and_,
     bindparam,
     case,
+    func,
     literal,
+    literal_column,
     not_,
     null,
     or_,
@@ -36,7 +39,9 @@ def reserve_rows(dialect: Dialect) -> Any:
     verdict, even with concurrent requests.
     """
     if not dialect.supports_arrays:
-        return _returning_rows(dialect, dialect.upsert(_insert_of_one_row(dialect), _row.key, _changes))
+        return _returning_rows(
+            dialect, dialect.upsert(_insert_of_one_row(dialect), _row.key, partial(_changes, dialect))
+        )
     parameters = array_parameters.parameter_table(_RESERVATION_TYPES)
     values = {
         name: value if isinstance(value, ColumnElement) else literal(value, _row[name].type)
@@ -44,7 +49,7 @@ def reserve_rows(dialect: Dialect) -> Any:
     }
     rows = select(*values.values()).order_by(parameters.c.key.collate("C"))
     insert = dialect.insert(records).from_select(list(values), rows)
-    return _returning_rows(dialect, dialect.upsert(insert, _row.key, _changes))
+    return _returning_rows(dialect, dialect.upsert(insert, _row.key, partial(_changes, dialect)))
 
 
 def reserve_new_row(dialect: Dialect) -> Any:
@@ -113,7 +118,24 @@ def latest(dialect: Dialect, query: Select[Any]) -> Select[Any]:
     return query.with_hint(records, dialect.primary_key_hint).with_for_update() if dialect.primary_key_hint else query
 
 
-def _changes(new: Any) -> Changes:
+def _same_payload(dialect: Dialect, stored: ColumnElement[bytes], offered: ColumnElement[bytes]) -> ColumnElement[bool]:
+    """Return the opposite of `integr8s_idem.records.is_other_payload`.
+
+    Its constants are in the text, because the condition is repeated for many columns.
+    """
+    field_sets = [
+        func.substr(fingerprint, literal_column("1"), literal_column("4")) for fingerprint in (stored, offered)
+    ]
+    marked: ColumnElement[bytes] = literal_column(dialect.byte_128_sql)
+    return or_(
+        stored.is_(None),
+        offered.is_(None),
+        stored == offered,
+        and_(or_(stored >= marked, offered >= marked), field_sets[0] != field_sets[1]),
+    )
+
+
+def _changes(dialect: Dialect, new: Any) -> Changes:
     """Return the changes to an existing row: reserved anew, taken over, returned to its owner, or unchanged.
 
     The current time is the fence of the new row.
@@ -126,8 +148,7 @@ def _changes(new: Any) -> Changes:
     """
     now = new.fence
     expired = _row.expires_at <= now
-    same_payload = or_(_row.fingerprint.is_(None), new.fingerprint.is_(None), _row.fingerprint == new.fingerprint)
-    open_ = and_(_row.status == PROCESSING, same_payload)
+    open_ = and_(_row.status == PROCESSING, _same_payload(dialect, _row.fingerprint, new.fingerprint))
     released = _row.lease_until.is_(None)
     # A reservation with the same token: the response to an earlier call was lost.
     own = and_(open_, _row.lease_until.is_not(None), _row.token == new.token)

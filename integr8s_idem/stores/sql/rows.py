@@ -22,6 +22,7 @@ from integr8s_idem.records import (
     StoredResult,
     TraceLink,
     Verdict,
+    is_other_payload,
 )
 from integr8s_idem.stores.sql.schema import COMPLETED, FAILED, PROCESSING
 
@@ -86,7 +87,7 @@ def _verdict(request: ReserveRequest, row: Any, now: int) -> Verdict:
     if fault:
         return Corrupt(key=request.key, reason=fault)
     stored, offered = row.fingerprint, request.fingerprint
-    if stored is not None and offered is not None and bytes(stored) != offered:
+    if stored is not None and offered is not None and is_other_payload(bytes(stored), offered):
         return KeyReused(key=request.key, stored=bytes(stored), offered=offered)
     if row.status == PROCESSING and row.lease_until is not None and bytes(row.token) == request.token:
         lapsed, lapsed_alone, _ = _history(row)

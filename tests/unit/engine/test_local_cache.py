@@ -12,6 +12,7 @@ from integr8s_idem.records import Completed, StoredResult
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import Job, guarded
+from tests.support.versions import OrderPlaced, OrderPlacedLater
 
 
 def done(key: str, body: bytes = b"null") -> Completed:
@@ -46,6 +47,16 @@ async def test_a_cached_key_with_another_payload_asks_the_store() -> None:
 
     with pytest.raises(KeyReusedError):
         await here.manager.run("order:1", job, fingerprint=b"b" * 16)
+
+
+@virtual_time
+async def test_a_cached_key_with_another_field_set_is_answered() -> None:
+    here, job = guarded(local_memory_keys=10), Job()
+    await here.manager.run("order:1", job, fingerprint=OrderPlaced(event_id="1"))
+
+    await here.manager.run("order:1", job, fingerprint=OrderPlacedLater(event_id="1"))
+
+    assert (here.store.calls["reserve"], job.runs) == (1, 1)
 
 
 @virtual_time

@@ -19,10 +19,11 @@ from integr8s_idem.errors import (
     PermanentError,
     PreviouslyFailedError,
 )
-from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.records import IdempotencyStatus, KeyReused
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import Job, guarded
+from tests.support.versions import OrderPlaced, OrderPlacedLater
 
 ONE, TWO = b"1" * 16, b"2" * 16
 
@@ -101,6 +102,36 @@ async def test_a_key_reused_with_another_payload_is_rejected() -> None:
 
     assert job.runs == 1
     assert here.observer.counts[Signal.KEY_REUSED] == 1
+
+
+@pytest.mark.parametrize("first", [0x00, 0x7F, 0x80, 0xFF])
+@pytest.mark.parametrize("changed", range(16))
+@virtual_time
+async def test_each_of_the_16_bytes_from_a_caller_is_compared(first: int, changed: int) -> None:
+    here, job = guarded(), Job()
+    payload = bytearray([first, *range(15)])
+    await here.manager.run("order:1", job, fingerprint=bytes(payload))
+    payload[changed] ^= 1
+
+    with pytest.raises(KeyReusedError):
+        await here.manager.run("order:1", job, fingerprint=bytes(payload))
+    reused = await here.manager.acquire_batch(["order:1"], fingerprint=lambda _: bytes(payload))
+
+    assert isinstance(await here.manager.reserve("order:1", fingerprint=bytes(payload)), KeyReused)
+    assert isinstance(reused["order:1"], KeyReused)
+
+
+@virtual_time
+async def test_an_event_as_the_payload_is_compared_by_its_fields() -> None:
+    here, job = guarded(), Job()
+    await here.manager.run("order:1", job, fingerprint=OrderPlaced(event_id="1"))
+
+    await here.manager.run("order:1", job, fingerprint=OrderPlaced(event_id="2"))
+    await here.manager.run("order:1", job, fingerprint=OrderPlacedLater(event_id="3"))
+    with pytest.raises(KeyReusedError):
+        await here.manager.run("order:1", job, fingerprint=OrderPlaced(event_id="1", order_id="2"))
+
+    assert job.runs == 1
 
 
 @virtual_time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -447,6 +448,30 @@ async def test_steps_wait_for_the_store_without_counting_an_attempt() -> None:
 
     await process.unit(unit)
     assert effects.seen == ["reserve 1", "ship 1"]
+
+
+@pytest.mark.parametrize("name", ["reserve", "ship", "charge", "refund"])
+@virtual_time
+async def test_a_step_that_a_development_version_recorded_is_found(name: str) -> None:
+    store, seen = guarded().store, []
+    process = Process(store)
+    unit = process.here.manager.space.full(process.here.manager.space.key("order:1"))
+
+    async def step() -> str:
+        seen.append(name)
+        return name
+
+    async def failing(steps: Steps) -> str:
+        await steps.run(name, step)
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        await process.unit(failing)
+    entry = store.inner._entries[f"{unit};s0"]  # type: ignore[attr-defined]
+    entry.fingerprint = hashlib.sha256(name.encode()).digest()[:16]
+
+    assert await process.unit(lambda steps: steps.run(name, step)) == name
+    assert seen == [name]
 
 
 @virtual_time

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.functions.argument_keys import Arguments, FingerprintSource, KeySource, fingerprint_maker, key_maker
+from integr8s_idem.records import is_other_payload
 
 
 class Color(enum.Enum):
@@ -150,6 +151,52 @@ def test_different_payloads_have_different_fingerprints() -> None:
     assert first == _fingerprint(["amount", "order.customer"], place, Order(8, {"id": 3, "name": "Ada"}), 30, note="x")
     assert first != _fingerprint(["amount", "order.customer"], place, ORDER, 31)
     assert _fingerprint(lambda order, *_: order, place, ORDER) == _fingerprint(lambda order, *_: order, place, ORDER, 5)
+
+
+@dataclass
+class LaterOrder(Order):
+    coupon: str = ""
+
+
+def pay(order: Order, note: str = "") -> None: ...
+
+
+def pay_later(order: LaterOrder, note: str = "") -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [
+        (["order"], ["order", "note"]),
+        (["note", "order.id"], ["note", "order.id", "order.customer"]),
+        (["order"], ["order"]),
+        (lambda order: order, lambda order: order),
+    ],
+    ids=["parameter", "dotted field", "field of the annotation", "field of a returned class"],
+)
+def test_fingerprints_of_other_fields_are_not_compared(earlier: FingerprintSource, later: FingerprintSource) -> None:
+    def of(source: FingerprintSource, function: Callable[..., object], order: Order) -> Any:
+        signature = inspect.signature(function)
+        return fingerprint_maker(source, signature, "pay", function)(_called(function, order))
+
+    stored = of(earlier, pay, ORDER)
+
+    assert not is_other_payload(stored, of(later, pay_later, LaterOrder(7, ORDER.customer)))
+    assert is_other_payload(stored, of(earlier, pay, Order(8, {})))
+
+
+def test_a_value_that_a_function_returns_is_compared_whole() -> None:
+    stored = _fingerprint(lambda order: order.customer, place, ORDER)
+
+    assert is_other_payload(stored, _fingerprint(lambda order: {**order.customer, "note": ""}, place, ORDER))
+
+
+def test_annotations_that_cannot_be_resolved_have_no_fields() -> None:
+    def refund(order: Missing) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+    make = fingerprint_maker(["order.id"], inspect.signature(refund), "refund", refund)
+
+    assert is_other_payload(make(_called(refund, ORDER)), make(_called(refund, Order(8, {}))))
 
 
 def test_without_a_source_there_is_no_fingerprint() -> None:

@@ -16,9 +16,11 @@ from integr8s_idem.errors import ApplicationError, InvalidKeyError
 from integr8s_idem.integrations import aiokafka, confluent
 from integr8s_idem.integrations.kafka_loops import LONGEST_PAUSE, by_header, by_position, pause_after, work_of
 from integr8s_idem.keys.fingerprints import fingerprint
+from integr8s_idem.records import is_other_payload
 from integr8s_idem.telemetry.log_fields import context_fields
 from tests.support.fake_consumer import FakeRecord
 from tests.support.guarded import guarded, plain_manager
+from tests.support.versions import OrderPlaced, OrderPlacedLater
 
 
 def _fingerprint(value: Any) -> bytes | None:
@@ -32,6 +34,13 @@ def test_the_fingerprint_covers_deserialized_bodies() -> None:
     assert _fingerprint({"order": 1}) == _fingerprint({"order": 1}) != _fingerprint({"order": 2})
     assert _fingerprint("text") is not None
     assert _fingerprint(object()) is None
+
+
+def test_deserialized_events_with_another_field_are_not_compared() -> None:
+    stored = _fingerprint(OrderPlaced(event_id="1"))
+
+    assert not is_other_payload(stored, _fingerprint(OrderPlacedLater(event_id="1")))
+    assert is_other_payload(stored, _fingerprint(OrderPlaced(event_id="1", order_id="2")))
 
 
 def test_header_names_are_case_insensitive_and_empty_headers_are_missing() -> None:
