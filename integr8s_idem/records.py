@@ -21,6 +21,13 @@ JSON: Final = "application/json"
 
 _FIELD_SET_BYTES: Final = 4
 
+NOBODY: Final = bytes(16)
+"""Token of a record in processing that nobody holds, although its lease has not ended.
+
+Later versions write it for work that is scheduled: it is to be tried again when the lease ends.  This version answers
+`InProgress` until then.  An attempt that takes it over afterwards follows one that released the key, not a crash.
+"""
+
 
 def is_other_payload(stored: bytes | None, offered: bytes | None) -> bool:
     """Whether two fingerprints of one key show that it is used with another payload.
@@ -81,7 +88,10 @@ class ReserveRequest:
     key: str
     """Full key, prefix and scope included; printable ASCII, at most 255 bytes."""
     token: bytes
-    """16 random bytes chosen by the caller, one per request, so that a repeated call finds its own record."""
+    """16 random bytes chosen by the caller, one per request, so that a repeated call finds its own record.
+
+    Never `NOBODY`.
+    """
     lease: timedelta
     """How long the reservation is valid without renewal, by the store's clock."""
     retention: timedelta

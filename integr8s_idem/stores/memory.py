@@ -10,6 +10,7 @@ from typing import Final
 
 from integr8s_idem.diagnostics import Code, StoreWarning
 from integr8s_idem.records import (
+    NOBODY,
     Completed,
     Completion,
     Failed,
@@ -101,7 +102,8 @@ class MemoryIdempotencyRepository:
         if entry.lease_until is not None and entry.lease_until > now:
             remaining = entry.lease_until - now
             return InProgress(key=request.key, attempt=entry.attempt, retry_after=remaining, owner=entry.owner)
-        previous = Previous.RELEASED if released else Previous.LAPSED
+        is_free = released or entry.token == NOBODY
+        previous = Previous.RELEASED if is_free else Previous.LAPSED
         return self._take(request, now, entry, previous)
 
     def _take(self, request: ReserveRequest, now: datetime, last: _Entry | None, previous: Previous) -> Reserved:

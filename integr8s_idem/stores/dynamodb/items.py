@@ -4,6 +4,9 @@ Times are microseconds since 1970, by DynamoDB's clock.  `status` is 1 processin
 0 none, 1 released, 2 lapsed; `lease_until` is 0 once released or settled.  `lapsed` and `lapsed_alone` count earlier
 attempts, and `alone` says that the current one runs alone; they are omitted if 0 or false.
 
+An item in processing whose `token` is 16 zero bytes belongs to nobody: the work is scheduled, and to be tried again
+when `lease_until` has passed.  Later versions write such items, and may add attributes, which this one ignores.
+
 `purge_at` is the TTL attribute of the table: whole seconds, an hour after `expires_at`.  Until then, a deleted record
 stays as a tombstone of key and fence, so that no fence is used twice.
 """

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.errors import CorruptRecordError, StoreUnavailableError
 from integr8s_idem.records import (
+    NOBODY,
     Completion,
     Corrupt,
     Database,
@@ -174,7 +175,7 @@ class DynamoIdempotencyRepository:
     def _new_reservation(
         self, request: ReserveRequest, now: int, attempt: int, last_fence: int, last: Entry | None = None
     ) -> tuple[Reserved, Item]:
-        has_lapsed = last is not None and last.lease_until > 0
+        has_lapsed = last is not None and last.lease_until > 0 and last.token != NOBODY
         previous = Previous.LAPSED if has_lapsed else Previous.RELEASED if last is not None else Previous.NONE
         reserved = Reserved(
             key=request.key,

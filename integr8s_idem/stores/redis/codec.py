@@ -21,7 +21,12 @@ A record in processing, format 2:
          …         if an earlier attempt lapsed, or this one runs alone: the byte 255, which is not valid in UTF-8, and
                    three decimal numbers separated by commas: attempts that lapsed, how many of them ran alone
                    in their process, and whether this one runs alone (0 or 1).  Versions without this history
-                   read it as the end of the owner
+                   read it as the end of the owner.  Later versions may append a comma and more: this one ignores it,
+                   and a takeover removes it
+
+A token of 16 zero bytes belongs to nobody: the work is scheduled, and to be tried again when the lease ends.  Later
+versions write such records.  This one answers `InProgress` until then; who takes the record over afterwards follows a
+released attempt.
 
 A settled record, format 3, is compact, since millions of them are kept for days:
 
@@ -291,7 +296,7 @@ class Stored(NamedTuple):
         if not mark:
             return 0, 0, False
         try:
-            lapsed, lapsed_alone, alone = map(int, numbers.split(b","))
+            lapsed, lapsed_alone, alone = map(int, numbers.split(b",", 3)[:3])
         except ValueError as error:
             raise UnreadableError("its history is damaged") from error
         return lapsed, lapsed_alone, bool(alone)

@@ -12,6 +12,7 @@ local call, pcall = redis.call, redis.pcall
 local byte, char, sub = string.byte, string.char, string.sub
 local pack, unpack, bxor = struct.pack, struct.unpack, bit.bxor
 local MAX_ANSWER_BYTES = 4194304
+local NOBODY = string.rep('\0', 16) -- token of a record that is scheduled
 local EXTRAS = {[0] = 0, 16, 24, 40} -- bytes of fingerprint and trace, by the two lowest flags
 
 local time = call('TIME')
@@ -62,7 +63,7 @@ local function history_of(record, token_at)
   if not at then
     return 0, 0, 0
   end
-  local lapsed, lapsed_alone, alone = string.match(record, '^(%d+),(%d+),(%d)$', at + 1)
+  local lapsed, lapsed_alone, alone = string.match(record, '^(%d+),(%d+),(%d)', at + 1)
   return tonumber(lapsed) or 0, tonumber(lapsed_alone) or 0, tonumber(alone) or 0
 end
 
@@ -122,7 +123,8 @@ local function update(key, record, request, lease, retention)
     end
     local _, fence = unpack('>HI7', record, 4)
     local attempt = math.min(high * 256 + low + 1, 65535)
-    local previous = lease_until == 0 and 32 or 64
+    local is_free = lease_until == 0 or sub(record, token_at, token_at + 15) == NOBODY
+    local previous = is_free and 32 or 64
     if previous == 64 then
       lapsed, lapsed_alone = lapsed + 1, lapsed_alone + was_alone
     end

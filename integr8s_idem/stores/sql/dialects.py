@@ -31,8 +31,8 @@ class Dialect:
     """SQL expression that generates the identity of a store, for tables created manually."""
     size_sql: str
     """Query for the approximate number of records, answered at once; null or -1 if unknown."""
-    byte_128_sql: str = "x'80'"
-    """The byte 128 as a constant."""
+    bytes_sql: Callable[[bytes], str] = lambda value: f"x'{value.hex()}'"
+    """Returns bytes as a constant."""
     time_parameters: Callable[[], dict[str, int]] = field(default=dict)
     """Returns the parameters of `now`; empty if the clock is the database's."""
     supports_returning: bool = True
@@ -107,7 +107,7 @@ _DIALECTS: Final = {
         now=literal_column("(extract(epoch from statement_timestamp()) * 1000000)::bigint", BigInteger),
         identity_sql="md5(random()::text)",
         size_sql="SELECT reltuples::bigint FROM pg_class WHERE oid = 'idempotency_records'::regclass",
-        byte_128_sql=r"'\x80'::bytea",
+        bytes_sql=lambda value: rf"'\x{value.hex()}'::bytea",
         supports_arrays=True,
     ),
     "sqlite": Dialect(

@@ -24,6 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
+from integr8s_idem.records import NOBODY
 from integr8s_idem.stores.sql import array_parameters
 from integr8s_idem.stores.sql.dialects import Changes, Dialect
 from integr8s_idem.stores.sql.schema import PROCESSING, records
@@ -126,7 +127,7 @@ def _same_payload(dialect: Dialect, stored: ColumnElement[bytes], offered: Colum
     field_sets = [
         func.substr(fingerprint, literal_column("1"), literal_column("4")) for fingerprint in (stored, offered)
     ]
-    marked: ColumnElement[bytes] = literal_column(dialect.byte_128_sql)
+    marked: ColumnElement[bytes] = literal_column(dialect.bytes_sql(b"\x80"))
     return or_(
         stored.is_(None),
         offered.is_(None),
@@ -149,10 +150,10 @@ def _changes(dialect: Dialect, new: Any) -> Changes:
     now = new.fence
     expired = _row.expires_at <= now
     open_ = and_(_row.status == PROCESSING, _same_payload(dialect, _row.fingerprint, new.fingerprint))
-    released = _row.lease_until.is_(None)
+    released = or_(_row.lease_until.is_(None), _row.token == literal_column(dialect.bytes_sql(NOBODY)))
     # A reservation with the same token: the response to an earlier call was lost.
     own = and_(open_, _row.lease_until.is_not(None), _row.token == new.token)
-    free = and_(open_, or_(released, _row.lease_until <= now))
+    free = and_(open_, or_(_row.lease_until.is_(None), _row.lease_until <= now))
 
     def where(*cases: tuple[ColumnElement[bool], Any], column: ColumnElement[Any]) -> ColumnElement[Any]:
         """Use the value of the first matching case, or keep the value of the row."""
