@@ -30,6 +30,7 @@ class Code(str, Enum):
     SETTINGS_MISTAKE = "settings-mistake"
     SETTINGS_WARNING = "settings-warning"
     APPLICATION_BROKEN = "application-broken"
+    KEY_FIELDS = "key-fields"
     SPEEDUPS_SEEN = "speedups-seen"
     SPEEDUPS_UNUSABLE = "speedups-unusable"
 

@@ -37,6 +37,7 @@ from integr8s_idem.config.loading import ignored_sections, settings_source
 from integr8s_idem.config.message_text import missing_extra
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.runtime import Platform
+from integr8s_idem.runtime.key_warnings import key_warnings
 from integr8s_idem.telemetry.setup import check_exporter
 
 app = typer.Typer(
@@ -157,6 +158,8 @@ def _check(file: Path | None, platform: Platform | None) -> tuple[Sequence[Setti
     except SettingsError as error:
         return error.mistakes, ()
     warnings = settings_warnings(settings, platform.services if platform else [])
+    if platform is not None:
+        warnings += key_warnings(platform, settings)
     return list(_missing_extras(settings)), warnings
 
 

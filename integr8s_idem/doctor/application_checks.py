@@ -14,9 +14,10 @@ from integr8s_idem.diagnostics import Code, Finding, Severity
 from integr8s_idem.doctor.sqlite_file import is_missing
 from integr8s_idem.doctor.store_checks import OUTBOX, STORE, check_repository, refusal
 from integr8s_idem.errors import ApplicationError, StoreError
-from integr8s_idem.handlers.dispatcher import EventDispatcher
+from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.runtime.containers import get_dispatcher, get_publisher, make_container
+from integr8s_idem.runtime.key_warnings import COST, HASHED, REMEDY, hashed_events
 from integr8s_idem.runtime.service_group import CLOSE_SECONDS, reading_of, section_of
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.factory import as_it_is
@@ -64,6 +65,7 @@ async def _check_service(
         publisher = await get_publisher(container, service.name)
         topics = topics_read(section_of(service, settings), dispatcher, publisher)
         report.readings.append(reading_of(dispatcher, topics))
+        report.findings += _key_findings(service.name, dispatcher)
         report.findings += await _outbox_findings(dispatcher, settings)
         report.uses_store |= bool(opened)
         own = dispatcher.manager.repository if dispatcher.manager is not None else None
@@ -98,6 +100,17 @@ async def _own_store_findings(
         remedy = "test it with integr8s_idem.testing.RepositoryContract"
         return [Finding(Code.APPLICATION_BROKEN, Severity.ERROR, where, what, "its service cannot use it", remedy)]
     return [replace(finding, where=where) if finding.where == STORE else finding for finding in found]
+
+
+def _key_findings(service: str, dispatcher: EventDispatcher) -> list[Finding]:
+    """Check whether the keys of a service change when the class of an event gets another field."""
+    events = ""
+    if isinstance(dispatcher, IdempotentEventDispatcher):
+        events = hashed_events(dispatcher.resolver, dispatcher.router)
+    if not events:
+        return []
+    what = HASHED.format(events=events)
+    return [Finding(Code.KEY_FIELDS, Severity.WARNING, f"service {service}", what, COST, REMEDY)]
 
 
 async def _outbox_findings(dispatcher: EventDispatcher, settings: Settings) -> list[Finding]:

@@ -108,6 +108,56 @@ def test_the_sections_of_an_application_are_checked_with_app() -> None:
     assert together.stderr.splitlines()[1:-1] == ["  shop.currency  must be a string, not 1"]
 
 
+HASHING_SHOP = """
+from typing import Literal
+from integr8s_idem import BaseEvent, EventRouter, KeyStrategy
+from integr8s_idem.integrations.dishka import DispatcherProvider, IdempotentDispatcherProvider
+from integr8s_idem.runtime import Platform, Service
+
+class OrderPlaced(BaseEvent):
+    event_type: Literal["order_placed"] = "order_placed"
+    order_id: str
+
+router = EventRouter()
+
+@router.on(OrderPlaced)
+async def charge(event: OrderPlaced) -> None: ...
+
+def hashing(settings, **options):
+    return [IdempotentDispatcherProvider(router, key_strategy=KeyStrategy.CONTENT_HASH, **options)]
+
+def broken(settings):
+    raise RuntimeError("no such region")
+
+platform = Platform(
+    Service("all", providers=hashing),
+    Service("some", providers=lambda settings: hashing(settings, fields=["order_id"])),
+    Service("ids", providers=[IdempotentDispatcherProvider(router)]),
+    Service("replaced", providers=hashing).with_providers(IdempotentDispatcherProvider(router)),
+    Service("plain", providers=[DispatcherProvider(router)]),
+    Service("broken", providers=broken),
+    Service("own", container=broken),
+)
+"""
+
+
+def test_keys_that_are_hashes_of_all_fields_are_a_warning() -> None:
+    Path("cli_hashing_shop.py").write_text(HASHING_SHOP)
+    Path("settings.toml").write_text("[idempotency]\ndefault_ttl_seconds = 700_000")
+
+    answer = typed("settings", "check", "--app", "cli_hashing_shop:platform")
+
+    assert answer.exit_code == 0
+    hashed, broken = answer.stdout.splitlines()[1:]
+    assert hashed == (
+        "  warning  services.all     key_strategy content_hash without fields covers all fields of OrderPlaced: an "
+        "optional field that is added later changes the keys, and redeliveries of earlier events run again; name the "
+        'fields that identify the work: fields=["order_id"]'
+    )
+    assert broken.startswith("  warning  services.broken  its keys are not checked: the container of service broken ")
+    assert "RuntimeError: no such region" in broken
+
+
 def test_the_example_contains_the_sections_of_an_application() -> None:
     answer = typed("settings", "example", "--app", "cli_shop:platform")
 

@@ -18,7 +18,7 @@ from dishka import Provider, Scope, provide
 from typer.testing import CliRunner
 
 import integr8s_idem.doctor.examination as examination
-from integr8s_idem import EventRouter, IdempotencyRepository
+from integr8s_idem import EventRouter, IdempotencyRepository, KeyStrategy
 from integr8s_idem.cli.app import app
 from integr8s_idem.config import KafkaSettings, MemoryStoreSettings, RedisStoreSettings, Settings
 from integr8s_idem.diagnostics import Code, Finding, Severity, StoreWarning
@@ -39,6 +39,7 @@ from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.worker.retention import BrokerFacts
 from tests.support.doctor import codes, found_in
+from tests.support.versions import OrderPlaced
 
 AWAY = '[kafka]\nbootstrap_servers = "127.0.0.1:1"\n[store]\nurl = "redis://127.0.0.1:1/0"\n'
 SECRET = "hunter2-hunter2"
@@ -229,6 +230,22 @@ GUARDED = [
     KafkaProvider(),
     IdempotentDispatcherProvider(EventRouter()),
 ]
+
+
+@pytest.mark.parametrize("fields", [None, ["order_id"]])
+async def test_keys_that_are_hashes_of_all_fields_are_found(fields: list[str] | None, tmp_path: Path) -> None:
+    router = EventRouter()
+
+    @router.on(OrderPlaced)
+    async def charge(event: OrderPlaced) -> None: ...
+
+    hashing = IdempotentDispatcherProvider(router, key_strategy=KeyStrategy.CONTENT_HASH, fields=fields)
+    platform = Platform(Service("billing", providers=[IdempotencyProvider(), KafkaProvider(), hashing]))
+
+    found = [one for one in await found_in(AWAY, tmp_path, platform) if one.code is Code.KEY_FIELDS]
+
+    assert [(one.severity, one.where) for one in found] == [(Severity.WARNING, "service billing")] * (fields is None)
+    assert all("all fields of OrderPlaced" in one.what and "run again" in one.cost for one in found)
 
 
 class Forgetful(MemoryIdempotencyRepository):
