@@ -5,12 +5,15 @@ IdempotencyError
 ├── InProgressError             another worker is doing this work; its outcome is unknown   (retryable)
 │   └── IdempotencyConflictError    the same, after the longest wait
 ├── PreviouslyFailedError       this work was given up earlier; its record blocks it
+├── DiscardedError              a rule discarded this work earlier; its record blocks it
+├── ServiceStoppedError         a rule stops the service because of an error of a handler
 ├── LeaseLostError              the reservation was taken over, or may have been            (retryable)
 ├── HandlerTimeoutError         a handler ran longer than its service allows                (retryable)
 ├── HandlerCancelledError       a handler raised CancelledError without being cancelled      (retryable)
 ├── HandlerExitError            a handler called sys.exit()                                 (retryable)
 ├── PartialFailureError         raised by batch handlers: some events failed
 ├── TransactionAbortedError     the database rolled a transaction back (deadlock, conflict) (retryable)
+├── RetryAfter                  raised by handlers: a retry can succeed after a delay       (retryable)
 ├── PermanentError              raised by handlers: a retry cannot succeed
 │   ├── CrashedTooOftenError    as many runs as attempts are allowed ended without an outcome
 │   └── StepInterruptedError    an at-most-once step was started and its outcome is unknown
@@ -176,6 +179,34 @@ class PreviouslyFailedError(IdempotencyError):
 
 
 @_with_fields
+class DiscardedError(IdempotencyError):
+    """An earlier run failed with an error that a rule discards: the work is settled, and has no result."""
+
+    label: str
+    attempt: int
+    error: str
+
+    def _message(self) -> str:
+        return f"{self.label} was discarded after attempt {self.attempt}: {_sentence(self.error)}"
+
+
+@_with_fields
+class ServiceStoppedError(IdempotencyError):
+    """A handler failed with an error that stops the service, by a rule of the handler, its router or the settings."""
+
+    label: str
+    handler: str
+    rule: str
+    reason: str
+
+    def _message(self) -> str:
+        return (
+            f"handler {self.handler} failed at {self.label}: {_sentence(self.reason)} The rule {self.rule} stops the "
+            "service. The event is not settled: remove the cause, and start the service again."
+        )
+
+
+@_with_fields
 class LeaseLostError(IdempotencyError):
     """The reservation ended before the work was finished.
 
@@ -308,6 +339,29 @@ class TransactionAbortedError(IdempotencyError):
 
     def _message(self) -> str:
         return f"the transaction of {self.label} was rolled back: {_sentence(self.reason)}"
+
+
+class RetryAfter(IdempotencyError):  # noqa: N818  # named after the HTTP header
+    """Raise this from a handler if a retry can succeed after a delay: the event is not retried earlier."""
+
+    retryable = True
+
+    _fields = ("delay", "reason")
+    delay: timedelta
+    reason: str
+
+    def __init__(self, delay: timedelta | float, reason: str = "") -> None:
+        """
+        Args:
+            delay: Minimum time until the next attempt, as a `timedelta` or in seconds; a negative one is 0.
+            reason: Why the attempt failed, for logs and dead letters.
+        """
+        length = delay if isinstance(delay, timedelta) else timedelta(seconds=delay)
+        super().__init__(max(length, timedelta()), reason)
+
+    def _message(self) -> str:
+        why = f": {_sentence(self.reason)}" if self.reason else "."
+        return f"the handler asks for a retry after {_seconds(self.delay)}{why}"
 
 
 class PermanentError(IdempotencyError):

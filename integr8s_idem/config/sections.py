@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
 
 from integr8s_idem.codecs import Envelope
 from integr8s_idem.config.idempotency import (
@@ -95,6 +96,50 @@ class KafkaSettings(Section):
     """Compare ttl and limits with the settings of the topics at startup: warn, refuse to start, or off."""
 
 
+ErrorName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
+
+
+class FailureRuleSettings(Section):
+    """What happens after an attempt of a handler that failed with an error."""
+
+    error: Annotated[tuple[ErrorName, ...], Field(min_length=1), BeforeValidator(one_or_many)]
+    """Errors by their dotted names, such as httpx.TransportError; subclasses are included."""
+    action: Literal["retry", "retry_later", "dead_letter", "discard", "stop"]
+    """What happens: see docs/how-to/handle-failures.md."""
+    attempts: Count | None = None
+    """For retry and retry_later: maximum attempts, including the first; default: max_attempts of the service."""
+    delay_seconds: Seconds | None = None
+    """For retry_later: the pause before each attempt."""
+    first_pause_seconds: Seconds | None = None
+    """For retry: maximum pause before the second attempt; default: retry_initial_seconds of the service."""
+    longest_pause_seconds: Seconds | None = None
+    """For retry: maximum pause before any attempt; default: retry_max_seconds of the service."""
+    jitter: bool | None = None
+    """For retry: false for pauses of exactly their maximum. Default: random pauses."""
+    through_causes: bool = False
+    """Also match errors that were raised from one of these."""
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        """Reject options that the action does not have, which would be ignored."""
+        allowed = _OPTIONS_OF_ACTIONS.get(self.action, ())
+        for name in ("attempts", "delay_seconds", "first_pause_seconds", "longest_pause_seconds", "jitter"):
+            if getattr(self, name) is not None and name not in allowed:
+                raise ValueError(f'{name} does not apply to action = "{self.action}"; remove it')
+        if self.action == "retry_later" and self.delay_seconds is None:
+            raise ValueError('action = "retry_later" needs delay_seconds, as in delay_seconds = 300')
+        first, longest = self.first_pause_seconds, self.longest_pause_seconds
+        if first is not None and longest is not None and first > longest:
+            raise ValueError(f"first_pause_seconds = {first:g} exceeds longest_pause_seconds = {longest:g}")
+        return self
+
+
+_OPTIONS_OF_ACTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "retry": ("attempts", "first_pause_seconds", "longest_pause_seconds", "jitter"),
+    "retry_later": ("attempts", "delay_seconds"),
+}
+
+
 class ServiceSettings(Section):
     """How a service consumes events."""
 
@@ -122,6 +167,8 @@ class ServiceSettings(Section):
     """Maximum pause before the first retry; doubled for each further retry, with full jitter."""
     retry_max_seconds: Seconds = 30
     """Maximum pause between retries."""
+    failures: tuple[FailureRuleSettings, ...] = ()
+    """Rules for errors of handlers, after those in the code; the first that matches decides."""
     commit_interval_seconds: Seconds = 1
     """Interval between commits of offsets."""
     drain_timeout_seconds: Seconds = 20

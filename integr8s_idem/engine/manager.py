@@ -30,7 +30,7 @@ from integr8s_idem.engine.iterators import refuse_iterator
 from integr8s_idem.engine.leases import LeaseKeeper
 from integr8s_idem.engine.measured_store import measured
 from integr8s_idem.engine.outcomes import error_of
-from integr8s_idem.engine.results import decode_result, refuse_call, refuse_generator, return_type_of
+from integr8s_idem.engine.results import decode_result, discarded_error, refuse_call, refuse_generator, return_type_of
 from integr8s_idem.engine.run import RunOptions
 from integr8s_idem.engine.steps import Steps
 from integr8s_idem.engine.store_client import StoreClient
@@ -38,6 +38,7 @@ from integr8s_idem.engine.work import Attempt, Executed, Outcome, WaitForStore, 
 from integr8s_idem.errors import (
     ApplicationError,
     CorruptRecordError,
+    DiscardedError,
     ResultDroppedError,
 )
 from integr8s_idem.events import BaseEvent
@@ -614,9 +615,12 @@ def replayed_value(label: str, completed: Completed, function: Callable[..., obj
     """Return the result of the first run of `function`; `None` if the settings disable storing results.
 
     Raises:
+        DiscardedError: A rule has discarded the work, which has no result.
         ResultDroppedError: The result was too large to store.
         ResultDecodeError: The result does not match the return annotation of `function`.
     """
+    if (discarded := discarded_error(completed.result)) is not None:
+        raise DiscardedError(label, completed.attempt, discarded)
     if completed.result is not None:
         return decode_result(label, completed.result, return_type_of(function))
     if completed.result_dropped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from integr8s_idem.engine.work import Executed, HandlerFailed, Outcome
+from integr8s_idem.engine.work import Discarded, Executed, HandlerFailed, Outcome
 from integr8s_idem.errors import CorruptRecordError, InProgressError, KeyReusedError, PreviouslyFailedError
 from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused
 
@@ -18,7 +18,7 @@ def error_of(label: str, outcome: Outcome[Any]) -> Exception | None:
     match outcome:
         case Executed() | Completed():
             return None
-        case HandlerFailed():
+        case HandlerFailed() | Discarded():
             return outcome.error
         case Failed():
             return PreviouslyFailedError(label, outcome.attempt, outcome.error)

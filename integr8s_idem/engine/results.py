@@ -40,6 +40,9 @@ OCTETS: Final = "application/octet-stream"
 NOT_KEPT: Final = object()
 """Marks a result that is not stored, because it is too large or of an unsupported kind."""
 
+_DISCARDED: Final = "text/plain; outcome=discarded"
+"""Content type of the error of work that a rule has discarded.  Its record is completed, and has this as its result."""
+
 _NOTHING: Final = StoredResult(b"null")
 """The stored form of `None`, the most common result."""
 
@@ -71,6 +74,18 @@ def _listed(value: object) -> list[object]:
     if isinstance(value, deque):
         return list(value)
     raise pydantic_core.PydanticSerializationError(f"Unable to serialize unknown type: {type(value)}")
+
+
+def discarded_result(error: str) -> StoredResult:
+    """Return what a record keeps of work that was discarded because of `error`."""
+    return StoredResult(error.encode("utf-8", "backslashreplace"), _DISCARDED)
+
+
+def discarded_error(stored: StoredResult | None) -> str | None:
+    """Return the error because of which the work of a result was discarded; `None` if it was not."""
+    if stored is None or stored.content_type != _DISCARDED:
+        return None
+    return stored.body.decode("utf-8", "backslashreplace")
 
 
 def materialized(value: Any, function: Callable[..., object] | None = None) -> Any:

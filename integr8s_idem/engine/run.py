@@ -35,6 +35,7 @@ from integr8s_idem.engine.transactions import OutcomeWriter
 from integr8s_idem.engine.work import (
     SUSPECT_AFTER,
     Attempt,
+    Discarded,
     Executed,
     HandlerFailed,
     Isolation,
@@ -51,6 +52,7 @@ from integr8s_idem.errors import (
     ResultNotStoredError,
     TransactionAbortedError,
 )
+from integr8s_idem.failures import FailureAction, FailureRule
 from integr8s_idem.records import Completed, Completion, Previous, Reserved
 from integr8s_idem.telemetry import Observer, Phase, Signal
 from integr8s_idem.telemetry.detached_phase import DetachedPhase
@@ -166,7 +168,9 @@ class Run(ActiveRun):
             return returned
         return await self.complete(returned)
 
-    async def call(self, function: Callable[[Attempt], Awaitable[T]]) -> Returned[T] | HandlerFailed | NotStarted:
+    async def call(
+        self, function: Callable[[Attempt], Awaitable[T]]
+    ) -> Returned[T] | HandlerFailed | Discarded | NotStarted:
         """Call `function` without recording its result: pass it to `complete`, or record it together with others.
 
         Raises: See `perform`.
@@ -213,7 +217,7 @@ class Run(ActiveRun):
         finally:
             runs.leave(self)
 
-    async def _raised(self, lease: HeldLease, error: Exception) -> HandlerFailed | NotStarted | None:
+    async def _raised(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded | NotStarted | None:
         """End a run whose function has raised `error`; `None` if the work has not failed: re-raise the error."""
         if isinstance(error, LateStartError) and error.lease is lease:
             self._end()
@@ -343,7 +347,7 @@ class Run(ActiveRun):
             self._end()
             raise
 
-    async def fail(self, error: Exception) -> HandlerFailed:
+    async def fail(self, error: Exception) -> HandlerFailed | Discarded:
         """Record that the work has failed, or release it for another attempt.
 
         Raises:
@@ -410,7 +414,9 @@ class Run(ActiveRun):
     def _end(self) -> None:
         self.among.remove(self)
 
-    async def _call_unguarded(self, function: Callable[[Attempt], Awaitable[T]]) -> Returned[T] | HandlerFailed:
+    async def _call_unguarded(
+        self, function: Callable[[Attempt], Awaitable[T]]
+    ) -> Returned[T] | HandlerFailed | Discarded:
         work = self.work
         try:
             with self._services.observer.phase(
@@ -421,12 +427,14 @@ class Run(ActiveRun):
             return self._unguarded_failure(error)
         return Returned(self, value, None)
 
-    def _unguarded_failure(self, error: Exception) -> HandlerFailed:
+    def _unguarded_failure(self, error: Exception) -> HandlerFailed | Discarded:
         self._services.observer.count(Signal.HANDLER_FAILED, self.work.event_type)
-        number = self.attempt.number
-        return HandlerFailed(error, number, self._is_final(error, number))
+        number, rule = self.attempt.number, self.work.rule_for(error)
+        if rule is not None and rule.action is FailureAction.DISCARD:
+            return Discarded(error, number)
+        return HandlerFailed(error, number, self._is_final(error, rule, number), rule)
 
-    async def _failed(self, lease: HeldLease, error: Exception) -> HandlerFailed | None:
+    async def _failed(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded | None:
         """Handle an error of the work and return its outcome; `None` if the work has not failed: re-raise the error."""
         services, work, writer = self._services, self.work, self.writer
         refused = writer is not None and writer.refused
@@ -448,13 +456,28 @@ class Run(ActiveRun):
             return None
         return await self._handler_failed(lease, error)
 
-    async def _handler_failed(self, lease: HeldLease, error: Exception) -> HandlerFailed:
+    async def _handler_failed(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded:
         services, reserved = self._services, lease.reservation
         services.observer.count(Signal.HANDLER_FAILED, self.work.event_type)
-        if self._is_final(error, reserved.attempt, reserved):
+        rule = self.work.rule_for(error)
+        if rule is not None and rule.action is FailureAction.DISCARD:
+            return await self._discard(lease, error)
+        if self._is_final(error, rule, reserved.attempt, reserved):
             return await self._record_failure(lease, error)
         await services.client.try_to_release(self.work, reserved, self.options.wait_for_store, lease.deadline)
-        return HandlerFailed(error, reserved.attempt, given_up=False)
+        return HandlerFailed(error, reserved.attempt, given_up=False, rule=rule)
+
+    async def _discard(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded:
+        client, work, reserved = self._services.client, self.work, lease.reservation
+        completion, began_at = client.discarded(reserved, describe_error(error), work.ttl), monotonic()
+        with self._services.observer.phase(Phase.COMPLETE, work.event_type):
+            try:
+                await client.write_outcome(work, completion, lease.deadline, self.options.wait_for_store)
+            except ResultNotStoredError:
+                # Nothing is recorded, so it must not be settled: the handler runs again.
+                return HandlerFailed(error, reserved.attempt, given_up=False)
+        self.keep(completion, began_at)
+        return Discarded(error, reserved.attempt)
 
     async def _record_failure(self, lease: HeldLease, error: Exception) -> HandlerFailed:
         client, work, reserved = self._services.client, self.work, lease.reservation
@@ -467,8 +490,10 @@ class Run(ActiveRun):
                 return HandlerFailed(error, reserved.attempt, given_up=False)
         return HandlerFailed(error, reserved.attempt, given_up=True)
 
-    def _is_final(self, error: Exception, attempt: int, reserved: Reserved | None = None) -> bool:
-        """Whether `error` is permanent or the last allowed attempt has failed."""
+    def _is_final(
+        self, error: Exception, rule: FailureRule | None, attempt: int, reserved: Reserved | None = None
+    ) -> bool:
+        """Whether `error` is permanent or the last allowed attempt has failed.  `rule`: the one for the error."""
         config, work = self._services.config, self.work
         if reserved is not None and work.isolation is not Isolation.NONE:
             # Do not count crashes of attempts that ran beside others.
@@ -478,10 +503,14 @@ class Run(ActiveRun):
         if isinstance(error, TransactionAbortedError):
             work.aborted_runs += 1
             return False  # the database rolled the run back; it did not fail
+        work.failed_runs += 1
+        attempt = max(attempt - work.aborted_runs, work.failed_runs)
+        if rule is not None:
+            return rule.is_last(attempt, config.max_attempts)
         return (
             isinstance(error, PermanentError)
             or (work.on_failure or config.on_failure) is OnFailure.BLOCK
-            or (work.gives_up and attempt - work.aborted_runs >= config.max_attempts)
+            or (work.gives_up and attempt >= config.max_attempts)
         )
 
     def _crashed_too_often(self, reserved: Reserved) -> bool:

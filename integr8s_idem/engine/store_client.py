@@ -20,7 +20,7 @@ from integr8s_idem.engine.coalescer import Coalescer
 from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.engine.fork_guard import ForkGuard
 from integr8s_idem.engine.request_batches import batch_maker, retention_rule
-from integr8s_idem.engine.results import NOT_KEPT, encode_result
+from integr8s_idem.engine.results import NOT_KEPT, discarded_result, encode_result
 from integr8s_idem.engine.work import Isolation, WaitForStore, Work
 from integr8s_idem.errors import (
     LeaseLostError,
@@ -195,6 +195,10 @@ class StoreClient:
     def failure(self, reserved: Reserved, error: str, ttl: timedelta | None) -> Failure:
         """Make the record of work that is given up."""
         return Failure(reservation=reserved, ttl=self._ttl(ttl), error=error)
+
+    def discarded(self, reserved: Reserved, error: str, ttl: timedelta | None) -> Completion:
+        """Make the record of work that a rule discards."""
+        return Completion(reservation=reserved, ttl=self._ttl(ttl), result=discarded_result(error))
 
     async def close(self) -> None:
         """Wait for all pending calls, including those that they cause."""

@@ -13,8 +13,10 @@ from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem._util.tokens import new_token
 from integr8s_idem.config import OnFailure, OnKeyReused
+from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.errors import StoreError
 from integr8s_idem.events import Message
+from integr8s_idem.failures import FailureRule
 from integr8s_idem.keys import Key, downstream_key, first_generation_key
 from integr8s_idem.records import (
     Completed,
@@ -129,6 +131,12 @@ class Work:
     """Whether the key is blocked after the maximum number of failed runs."""
     on_key_reused: OnKeyReused | None = None
     """What to do if the key was used with another fingerprint; as configured if `None`."""
+    failures: FailurePolicy | None = None
+    """Decides what happens after a failed run; if `None`, only `on_failure` and `gives_up` do."""
+    failed_runs: int = 0
+    """Number of runs that have failed in this process: the record may expire during a long pause."""
+    failed_together: bool = False
+    """Whether the last run failed in a batch with others, only one of which may be the cause."""
     forgotten: bool = False
     """Whether the outcome is not kept: concurrent callers wait for its end, and then run themselves."""
     unguarded_runs: int = 0
@@ -166,6 +174,11 @@ class Work:
             self.token = new_token()
         return self.token
 
+    def rule_for(self, error: Exception) -> FailureRule | None:
+        """Return the rule for a run that has failed with `error`, if there is one."""
+        together, self.failed_together = self.failed_together, False
+        return None if self.failures is None else self.failures.decide(error, together=together)
+
     def keep_token(self, reservation: Reserved) -> None:
         """Let the next `reserve` find this reservation: it counts as the same attempt."""
         self.token = reservation.token
@@ -192,6 +205,16 @@ class HandlerFailed:
     attempt: int
     given_up: bool
     """Whether the key is FAILED now; otherwise it was released, and the work may be retried."""
+    rule: FailureRule | None = None
+    """The rule that matches the error of work that may be retried: when, or that the service stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """The function ran and raised an error that a rule discards: the key is COMPLETED, without a result."""
+
+    error: Exception
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,5 +222,5 @@ class NotStarted:
     """Too little of the lease was left to start the function: reserve the work again."""
 
 
-Outcome: TypeAlias = Executed[T] | HandlerFailed | Completed | InProgress | Failed | KeyReused | Corrupt
+Outcome: TypeAlias = Executed[T] | HandlerFailed | Discarded | Completed | InProgress | Failed | KeyReused | Corrupt
 """Outcome of one attempt: the work was done now, was done before, or was not done for some reason."""

@@ -34,6 +34,8 @@ class Member:
     outgoing: Outgoing
     run: ActiveRun | None = None
     """Its run; `None` for an unguarded handler."""
+    note_failed_together: Callable[[], None] = lambda: None
+    """Called if it fails in a batch with others, only one of which may be the cause."""
     context: Context = field(default_factory=copy_context)
     """The context in which the event is handled."""
     end: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -115,6 +117,7 @@ class BatchCollector:
                 if member.run and member.run.lease
             }
         except Exception as error:  # noqa: BLE001  # raised for each member
+            _note_failed_together(members)
             results, failures = [None] * len(members), dict.fromkeys(range(len(members)), error)
         except BaseException as error:
             # Such as a cancellation by the handler itself: the members must not wait for ever.
@@ -154,6 +157,12 @@ class BatchCollector:
                 f"{type(returned).__name__}; return None, or a list with one result for each event, in their order"
             )
         return [materialized(each) for each in returned]
+
+
+def _note_failed_together(members: Sequence[Member]) -> None:
+    if len(members) > 1:
+        for member in members:
+            member.note_failed_together()
 
 
 def _may_start(member: Member) -> bool:

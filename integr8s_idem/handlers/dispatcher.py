@@ -7,14 +7,17 @@ key.  Handlers do not depend on the dispatcher, which is chosen in the providers
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 from integr8s_idem.codecs import Codec
 from integr8s_idem.config.durations import Duration, duration
+from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.work import Outcome
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.failures import FailureRule, checked_rules
 from integr8s_idem.handlers.handler import EventHandler, HandlerExecution, IdempotentEventHandler
 from integr8s_idem.handlers.handler_calls import HandlerFunction, RegisteredHandler, call_with_event
 from integr8s_idem.handlers.outgoing import Outgoing, Publisher
@@ -56,6 +59,7 @@ class EventDispatcher:
         timeout: Duration | None = None,
         max_attempts: int = 5,
         codec: Codec | None = None,
+        failures: Iterable[FailureRule] = (),
     ) -> None:
         """Create a dispatcher for the handlers of `router`.
 
@@ -63,6 +67,7 @@ class EventDispatcher:
             timeout: Maximum duration of a handler's run.
             max_attempts: Maximum attempts before an event fails for good.
             codec: Decodes messages, if the settings do not name a codec for them.
+            failures: Rules for errors of handlers, after those of the handlers and their routers.
         """
         self.router = router
         self.codec = codec
@@ -72,6 +77,7 @@ class EventDispatcher:
         self._publisher = publisher
         self._timeout = duration(timeout, "timeout")
         self._max_attempts = max_attempts
+        self._failures = checked_rules(failures)
         self._handlers: dict[str, list[EventHandler]] = {}
         for registered in router.handlers:
             self._handlers.setdefault(registered.event_type, []).append(self.wrap(registered))
@@ -101,7 +107,12 @@ class EventDispatcher:
             timeout=self._timeout,
             max_attempts=self._max_attempts,
             batch=registered.batch,
+            failures=self.policy(registered),
         )
+
+    def policy(self, registered: RegisteredHandler) -> FailurePolicy:
+        """Return all rules for errors of a handler."""
+        return FailurePolicy((*registered.failures, *self._failures))
 
     @property
     def handlers(self) -> tuple[EventHandler, ...]:
@@ -164,6 +175,7 @@ class IdempotentEventDispatcher(EventDispatcher):
         timeout: Duration | None = None,
         outbox: Outbox | None = None,
         codec: Codec | None = None,
+        failures: Iterable[FailureRule] = (),
     ) -> None:
         """Create a dispatcher that guards the handlers of `router`.
 
@@ -174,6 +186,7 @@ class IdempotentEventDispatcher(EventDispatcher):
                 awaits `before_commit` of the call.  The handler's writes, its outgoing events (as rows of this outbox,
                 for a relay to publish) and its outcome are committed together.
             codec: Decodes messages, if the settings do not name a codec for them.
+            failures: Rules for errors of handlers, after those of the handlers and their routers.
 
         Raises:
             InvalidKeyError: The resolver cannot create a key for an event of the router.
@@ -194,6 +207,7 @@ class IdempotentEventDispatcher(EventDispatcher):
             timeout=timeout,
             max_attempts=manager.config.max_attempts,
             codec=codec,
+            failures=failures,
         )
 
     def wrap(self, registered: RegisteredHandler) -> IdempotentEventHandler:
@@ -209,6 +223,7 @@ class IdempotentEventDispatcher(EventDispatcher):
             timeout=self._timeout,
             outbox=self.outbox,
             batch=registered.batch,
+            failures=self.policy(registered),
         )
 
 

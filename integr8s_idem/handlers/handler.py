@@ -19,6 +19,7 @@ from integr8s_idem._util.first_step import as_coroutine, rest
 from integr8s_idem.config import OnFailure, OnInProgress
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.active_runs import run_of
+from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.engine.iterators import PLAIN_CLASSES
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.results import repeatable
@@ -26,6 +27,7 @@ from integr8s_idem.engine.run import Run, RunOptions
 from integr8s_idem.engine.transactions import OutcomeWriter
 from integr8s_idem.engine.work import (
     Attempt,
+    Discarded,
     Executed,
     HandlerFailed,
     Isolation,
@@ -39,10 +41,10 @@ from integr8s_idem.errors import (
     HandlerCancelledError,
     HandlerExitError,
     HandlerTimeoutError,
-    PermanentError,
     PublishError,
 )
 from integr8s_idem.events import BaseEvent, Message
+from integr8s_idem.failures import FailureAction
 from integr8s_idem.handlers.batch_collector import BatchCollector, Member
 from integr8s_idem.handlers.handler_calls import (
     Batch,
@@ -75,7 +77,7 @@ class HandlerExecution:
     This class is unguarded and counts attempts in memory.
     """
 
-    __slots__ = ("_own_cancellations", "_tries", "event", "generation", "handler")
+    __slots__ = ("_failed_together", "_own_cancellations", "_tries", "event", "generation", "handler")
 
     def __init__(self, handler: EventHandler, event: BaseEvent, generation: int = 0) -> None:
         """`generation` is the number of replays of the event."""
@@ -84,6 +86,7 @@ class HandlerExecution:
         self.generation = generation
         self._own_cancellations = 0
         self._tries = 0
+        self._failed_together = False
 
     @property
     def on_in_progress(self) -> OnInProgress:
@@ -146,12 +149,25 @@ class HandlerExecution:
             with handler.observer.phase(Phase.HANDLE, self.event.event_type, attempt=self._tries, handler=handler.name):
                 if self._own_cancellations:
                     self._refuse_if_given_up(self._tries)
-                value = await handler.work(self.event, attempt, patient=wait_for_store is not None)
+                value = await handler.work(self, attempt, patient=wait_for_store is not None)
         except Exception as error:  # noqa: BLE001  # returned as the outcome
-            handler.observer.count(Signal.HANDLER_FAILED, self.event.event_type)
-            given_up = isinstance(error, PermanentError) or self._tries >= handler.max_attempts
-            return HandlerFailed(error, self._tries, given_up)
+            return self._failed(error)
         return Executed(value, self._tries)
+
+    def _failed(self, error: Exception) -> HandlerFailed | Discarded:
+        handler, tries = self.handler, self._tries
+        handler.observer.count(Signal.HANDLER_FAILED, self.event.event_type)
+        together, self._failed_together = self._failed_together, False
+        rule = handler.failures.decide(error, together=together)
+        if rule is None:
+            return HandlerFailed(error, tries, tries >= handler.max_attempts)
+        if rule.action is FailureAction.DISCARD:
+            return Discarded(error, tries)
+        return HandlerFailed(error, tries, rule.is_last(tries, handler.max_attempts), rule)
+
+    def note_failed_together(self) -> None:
+        """Note that the attempt fails in a batch with others, only one of which may be the cause."""
+        self._failed_together = True
 
     async def attempt_or_suspect(self, *, wait_for_store: WaitForStore) -> Outcome[Any] | Run:
         """Make an attempt like `attempt`, or return a reserved suspect if `isolate` was called."""
@@ -172,7 +188,15 @@ class GuardedExecution(HandlerExecution):
         key, fingerprint = handler.resolver.resolve(handler.name, event, generation)
         if handler.hides_keys:
             key = key.hidden()
-        self.work = Work(key, fingerprint, handler.ttl, event.event_type, returns=handler.returns, handler=handler.name)
+        self.work = Work(
+            key,
+            fingerprint,
+            handler.ttl,
+            event.event_type,
+            returns=handler.returns,
+            handler=handler.name,
+            failures=handler.failures,
+        )
         self.executor = handler.manager.executor
 
     @property
@@ -192,6 +216,9 @@ class GuardedExecution(HandlerExecution):
 
     def _blocks_on_failure(self) -> bool:
         return self.handler.manager.config.on_failure is OnFailure.BLOCK
+
+    def note_failed_together(self) -> None:
+        self.work.failed_together = True
 
     def isolate(self) -> None:
         """Return the event as a suspect instead of running it, if it may have crashed its process."""
@@ -234,13 +261,13 @@ class GuardedExecution(HandlerExecution):
         """Run the handler; raise an error if the broker does not accept its events."""
         if self._own_cancellations:
             self._refuse_if_given_up(attempt.number)
-        return self.handler.work(self.event, attempt)
+        return self.handler.work(self, attempt)
 
     def call_patiently(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
         """Run the handler, and retry until the broker accepts its events."""
         if self._own_cancellations:
             self._refuse_if_given_up(attempt.number)
-        return self.handler.work(self.event, attempt, patient=True)
+        return self.handler.work(self, attempt, patient=True)
 
     async def _with_writer(self, attempt: Attempt, writer: OutcomeWriter) -> Any:
         if self._own_cancellations:
@@ -270,12 +297,14 @@ class EventHandler:
         timeout: Duration | None = None,
         max_attempts: int = 5,
         batch: BatchSize | None = None,
+        failures: FailurePolicy | None = None,
     ) -> None:
         self.function = async_function(function)
         self.name = name or name_of(function)
         self.scope = scope
         self.observer = observer
         self.max_attempts = max_attempts
+        self.failures = failures or FailurePolicy()
         self._registered = RegisteredHandler(event, self.name, function, batch)
         self.returns = self._registered.returns
         """Function whose return annotation is the type of a result."""
@@ -307,11 +336,12 @@ class EventHandler:
         key = Key.of_event(self.name, event.event_type, "id", event.event_id)
         return KeySpace("plain", self.scope or "-").full(key.in_generation(generation))
 
-    async def work(self, event: BaseEvent, attempt: Attempt, *, patient: bool = False) -> Any:
+    async def work(self, execution: HandlerExecution, attempt: Attempt, *, patient: bool = False) -> Any:
         """Run the handler, close its scope, and publish its outgoing events."""
-        outgoing = Outgoing()
+        event, outgoing = execution.event, Outgoing()
         if self._collector is not None:
-            result = await self._collector.join(Member(event, attempt, outgoing, run_of(attempt)))
+            member = Member(event, attempt, outgoing, run_of(attempt), execution.note_failed_together)
+            result = await self._collector.join(member)
         else:
             call = HandlerCall(event, attempt, outgoing)
             result = await (self._invoke(call) if self._timeout is None else self._invoke_for(call, self._timeout))
@@ -397,6 +427,7 @@ class IdempotentEventHandler(EventHandler):
         timeout: Duration | None = None,
         outbox: Outbox | None = None,
         batch: BatchSize | None = None,
+        failures: FailurePolicy | None = None,
     ) -> None:
         """Create a guarded handler.
 
@@ -405,6 +436,7 @@ class IdempotentEventHandler(EventHandler):
             ttl: How long records are kept.
             outbox: Makes the handler transactional: `invoke` opens a transaction for the handler's writes, its events
                 and its outcome.
+            failures: Decides what happens after a failed attempt; by default, with `DEFAULT_RULES` only.
 
         Raises:
             ApplicationError: The handler takes batches and has an outbox, but a transaction belongs to one event.
@@ -420,6 +452,7 @@ class IdempotentEventHandler(EventHandler):
             timeout=timeout,
             max_attempts=manager.config.max_attempts,
             batch=batch,
+            failures=failures,
         )
         if batch is not None and outbox is not None:
             raise ApplicationError(

@@ -17,6 +17,7 @@ from integr8s_idem.engine.results import materialized, refuse_generator
 from integr8s_idem.engine.work import Attempt, Transaction
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent, event_type_of
+from integr8s_idem.failures import FailureRule
 from integr8s_idem.handlers.outgoing import Outgoing
 
 HandlerFunction = Callable[..., Awaitable[Any]]
@@ -108,6 +109,8 @@ class RegisteredHandler:
     function: HandlerFunction
     batch: BatchSize | None = None
     """Set for batch handlers."""
+    failures: tuple[FailureRule, ...] = ()
+    """The rules of the handler, then those of its router."""
 
     @property
     def event_type(self) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.failures import FailureRule, checked_rules
 from integr8s_idem.handlers.annotations import check_batch_parameter, check_event_parameter
 from integr8s_idem.handlers.handler_calls import BatchSize, HandlerFunction, RegisteredHandler, async_function, name_of
 
@@ -33,35 +35,56 @@ def _is_event_class(candidate: object) -> bool:
 class EventRouter:
     """Collects the handlers of a service."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, failures: Iterable[FailureRule] = ()) -> None:
+        """Create an empty router.
+
+        Args:
+            failures: Rules for errors of its handlers, after the handler's own; see `integr8s_idem.failures`.
+
+        Raises:
+            ApplicationError: `failures` contains something else.
+        """
         self._handlers: list[RegisteredHandler] = []
+        self._failures = checked_rules(failures)
 
     @overload
     def on(
-        self, a: type[A], /, *, name: str | None = None
+        self, a: type[A], /, *, name: str | None = None, failures: Iterable[FailureRule] = ()
     ) -> Callable[[Callable[Concatenate[A, P], ResultT]], Callable[Concatenate[A, P], ResultT]]: ...
 
     @overload
     def on(
-        self, a: type[A], b: type[B], /, *, name: str | None = None
+        self, a: type[A], b: type[B], /, *, name: str | None = None, failures: Iterable[FailureRule] = ()
     ) -> Callable[[Callable[Concatenate[A | B, P], ResultT]], Callable[Concatenate[A | B, P], ResultT]]: ...
 
     @overload
     def on(
-        self, a: type[A], b: type[B], c: type[C], /, *, name: str | None = None
+        self, a: type[A], b: type[B], c: type[C], /, *, name: str | None = None, failures: Iterable[FailureRule] = ()
     ) -> Callable[[Callable[Concatenate[A | B | C, P], ResultT]], Callable[Concatenate[A | B | C, P], ResultT]]: ...
 
     @overload
     def on(
-        self, a: type[A], b: type[B], c: type[C], d: type[D], /, *, name: str | None = None
+        self,
+        a: type[A],
+        b: type[B],
+        c: type[C],
+        d: type[D],
+        /,
+        *,
+        name: str | None = None,
+        failures: Iterable[FailureRule] = (),
     ) -> Callable[
         [Callable[Concatenate[A | B | C | D, P], ResultT]], Callable[Concatenate[A | B | C | D, P], ResultT]
     ]: ...
 
     @overload
-    def on(self, *events: type[BaseEvent], name: str | None = None) -> Callable[[FunctionT], FunctionT]: ...
+    def on(
+        self, *events: type[BaseEvent], name: str | None = None, failures: Iterable[FailureRule] = ()
+    ) -> Callable[[FunctionT], FunctionT]: ...
 
-    def on(self, *events: type[BaseEvent], name: str | None = None) -> Callable[[FunctionT], FunctionT]:
+    def on(
+        self, *events: type[BaseEvent], name: str | None = None, failures: Iterable[FailureRule] = ()
+    ) -> Callable[[FunctionT], FunctionT]:
         """Register a handler of `events`.
 
         The event is the handler's first parameter.  Its annotation, if there is one, is the class of the event, a base
@@ -70,6 +93,7 @@ class EventRouter:
         Args:
             name: Name of the handler in its keys; by default, the function's name.  With it, you can rename the
                 function without changing its keys.
+            failures: Rules for errors of the handler, before those of the router; see `integr8s_idem.failures`.
 
         Raises:
             ApplicationError: There is no event, an event has no type, another handler of an event has the same name, or
@@ -81,11 +105,13 @@ class EventRouter:
             if not _is_event_class(event):
                 raise ApplicationError(f"{event!r} is not an event class; write @router.on(OrderPlaced)")
 
+        rules = checked_rules(failures)
+
         def register(function: FunctionT) -> FunctionT:
             async_function(function)
             check_event_parameter(function, events)
             for event in events:
-                self._add(RegisteredHandler(event, name or name_of(function), function))
+                self._add(RegisteredHandler(event, name or name_of(function), function, failures=rules))
             return function
 
         return register
@@ -97,12 +123,13 @@ class EventRouter:
         max_size: int = 100,
         max_wait: Duration = timedelta(milliseconds=20),
         name: str | None = None,
+        failures: Iterable[FailureRule] = (),
     ) -> Callable[[FunctionT], FunctionT]:
         """Register a batch handler, which takes a list of events.
 
         Each event keeps its own key and is handled once.  The handler returns `None`, or a list with a result for each
         event.  It raises `PartialFailureError` if only some events have failed.  After any other error, all events have
-        failed, and each is retried alone.
+        failed, and each is retried alone before a rule dead-letters or discards it.
 
         Args:
             max_size: Maximum events of a call.  A worker handles at most `concurrency` events at a time, and with the
@@ -110,6 +137,7 @@ class EventRouter:
                 warning at startup if its settings keep batches smaller.
             max_wait: How long the first event waits for others.
             name: Name of the handler in its keys; by default, the function's name.
+            failures: Rules for errors of the handler, before those of the router; see `integr8s_idem.failures`.
 
         Raises:
             ApplicationError: `event` is not an event class, `max_size` is less than 1, another handler of the event has
@@ -120,18 +148,19 @@ class EventRouter:
         if max_size < 1:
             raise ApplicationError(f"max_size is {max_size}, but must be at least 1")
         longest_wait = duration(max_wait, "max_wait")
+        rules = checked_rules(failures)
 
         def register(function: FunctionT) -> FunctionT:
             async_function(function)
             check_batch_parameter(function, event)
             batch = BatchSize(max_size, longest_wait)
-            self._add(RegisteredHandler(event, name or name_of(function), function, batch))
+            self._add(RegisteredHandler(event, name or name_of(function), function, batch, rules))
             return function
 
         return register
 
     def include(self, other: EventRouter) -> None:
-        """Add the handlers of `other`."""
+        """Add the handlers of `other`, with its rules for errors before those of this router."""
         for handler in other.handlers:
             self._add(handler)
 
@@ -149,7 +178,7 @@ class EventRouter:
                 raise ApplicationError(
                     f"{known.event.__name__} and {handler.event.__name__} share the event type {handler.event_type}"
                 )
-        self._handlers.append(handler)
+        self._handlers.append(replace(handler, failures=(*handler.failures, *self._failures)))
 
     @property
     def handlers(self) -> tuple[RegisteredHandler, ...]:

@@ -36,9 +36,11 @@ from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.steps import Steps
 from integr8s_idem.engine.work import Attempt
-from integr8s_idem.errors import ApplicationError
+from integr8s_idem.errors import ApplicationError, SettingsError
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.failures import FailureRule
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.failure_settings import mistakes_in, rules_of
 from integr8s_idem.handlers.handler_calls import (
     Batch,
     BatchCall,
@@ -213,6 +215,7 @@ class DispatcherProvider(Provider):
             timeout=handler_timeout(settings, service),
             max_attempts=settings.idempotency_for(service).max_attempts,
             codec=self.codec,
+            failures=failure_rules(settings, service),
         )
 
     def invoker(self, container: AsyncContainer) -> Invoke:
@@ -301,6 +304,7 @@ class IdempotentDispatcherProvider(DispatcherProvider):
             timeout=handler_timeout(settings, service),
             outbox=transactions.outbox,
             codec=self.codec,
+            failures=failure_rules(settings, service),
         )
 
     @provide
@@ -322,6 +326,18 @@ def handler_timeout(settings: Settings, service: str) -> timedelta | None:
     """Return the time limit of one handler call of `service`; `None` if there is no limit."""
     seconds = settings.service(service).handler_timeout_seconds
     return timedelta(seconds=seconds) if seconds is not None else None
+
+
+def failure_rules(settings: Settings, service: str) -> tuple[FailureRule, ...]:
+    """Return the rules for errors of handlers in the settings of `service`.
+
+    Raises:
+        SettingsError: The name of an error is not that of an exception.
+    """
+    section = settings.service(service).failures
+    if mistakes := mistakes_in(section, f"services.{service}.failures"):
+        raise SettingsError("settings", mistakes)
+    return rules_of(section)
 
 
 def _current_container(_args: object, _kwargs: object) -> AsyncContainer:

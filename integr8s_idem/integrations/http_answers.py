@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from integr8s_idem._util.escaping import printable
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.engine.manager import IdempotencyManager
-from integr8s_idem.engine.work import Executed, HandlerFailed, Outcome
+from integr8s_idem.engine.work import Discarded, Executed, HandlerFailed, Outcome
 from integr8s_idem.errors import InProgressError, LeaseLostError, ResultNotStoredError, StoreError
 from integr8s_idem.integrations.http_exchange import Exchange, NoOutcomeError
 from integr8s_idem.integrations.http_problems import Problems
@@ -89,7 +89,7 @@ class Answers(NamedTuple):
                 await self._problem_of(outcome, exchange.manager).send(exchange.send)
 
     def _problem_of(self, outcome: Outcome[object], manager: IdempotencyManager) -> Response:
-        assert not isinstance(outcome, Executed | HandlerFailed)
+        assert not isinstance(outcome, Executed | HandlerFailed | Discarded)
         return self.problems.in_progress() if _was_rejected(outcome, manager) else self.problems.for_outcome(outcome)
 
 

@@ -9,9 +9,11 @@ from functools import partial
 from typing import Any
 
 from integr8s_idem.config import OnInProgress
+from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.engine.run import Run
-from integr8s_idem.engine.work import Executed, HandlerFailed, NotStarted, Outcome
-from integr8s_idem.errors import HandlerCancelledError, LeaseLostError, StoreError
+from integr8s_idem.engine.work import Discarded, Executed, HandlerFailed, NotStarted, Outcome
+from integr8s_idem.errors import HandlerCancelledError, LeaseLostError, ServiceStoppedError, StoreError
+from integr8s_idem.failures import FailureAction, FailureRule
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.records import Completed, InProgress
 from integr8s_idem.telemetry import DeliveryOutcome, Signal
@@ -68,6 +70,11 @@ class Conclusions:
                 self._wait(item, processor.backoff.pause(execution.work.note_look()))
             case InProgress():
                 self._wait_for_other_run(item, outcome)
+            case Discarded():
+                processor.note_discarded(execution, outcome)
+                self._settle(item, DeliveryOutcome.DISCARDED, outcome.attempt)
+            case HandlerFailed(given_up=False, rule=FailureRule(action=FailureAction.STOP)):
+                self._stop(item, outcome)
             case HandlerFailed(given_up=False):
                 item.delivery.note_failure(outcome.error, outcome.attempt)
                 self._wait(item, processor.retry_pause(execution, outcome))
@@ -135,6 +142,27 @@ class Conclusions:
         with logging_with(item):
             logger.warning("%s: its handler has cancelled its own task, retrying", item.execution.label)
         self._wait(item, self._processor.backoff.pause(failures))
+
+    def _stop(self, item: WorkItem, failed: HandlerFailed) -> None:
+        """Stop the service with an event that is neither settled nor retried here."""
+        # First, so that no later event of its lane starts.
+        item.delivery.assignment.close()
+        execution = item.execution
+        item.delivery.note_failure(failed.error, failed.attempt)
+        reason = describe_error(failed.error)
+        stopped = ServiceStoppedError(execution.label, execution.handler.name, str(failed.rule), reason)
+        stopped.__cause__ = failed.error
+        with logging_with(item, attempt=failed.attempt):
+            logger.error(
+                "%s: handler %s failed at attempt %d (%s): the service stops",
+                execution.label,
+                execution.handler.name,
+                failed.attempt,
+                reason,
+                exc_info=failed.error,
+            )
+        self._tasks.stop_service(stopped)
+        self.abandon(item)
 
     def broken(self, item: WorkItem, error: BaseException) -> None:
         """Report a bug in the library: close the assignment, and stop the service."""

@@ -193,7 +193,7 @@ class ServiceWorker:
             self._stopping.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """Stop because of a bug in the library, rather than risk losing an event."""
+        """Stop because of a bug in the library, or of a rule for an error, rather than risk losing an event."""
         if not self._failed.done():
             self._failed.set_exception(error)
 
@@ -248,6 +248,7 @@ class ServiceWorker:
         Raises:
             StoreConfigurationError: The store rejects the worker's configuration.
             KafkaError: The group cannot be consumed, for example because its offsets are out of range.
+            ServiceStoppedError: A handler failed with an error that stops the service.
         """
         for limit in limits_of_batches(self.name, self._service, self._processor.dispatcher.router.handlers):
             logger.warning("%s: %s", self.name, limit)

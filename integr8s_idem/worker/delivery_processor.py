@@ -19,7 +19,7 @@ from integr8s_idem.codecs import header
 from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.outcomes import error_of
-from integr8s_idem.engine.work import HandlerFailed, Outcome
+from integr8s_idem.engine.work import Discarded, HandlerFailed, Outcome
 from integr8s_idem.errors import (
     EventTooLargeError,
     PublishError,
@@ -70,6 +70,8 @@ class Tally:
     waits: int = 0
     retries: int = 0
     dead_letters: int = 0
+    discarded: int = 0
+    """Settled although their handlers failed, by a rule."""
     leases_lost: int = 0
     stale: int = 0
     """Settled after the partition was revoked, so not committed by this worker."""
@@ -229,7 +231,7 @@ class DeliveryProcessor:
         """Return the seconds to wait before a handler that failed is retried, and log them."""
         self.tally.retries += 1
         self.observer.count(Signal.RETRY, execution.event.event_type)
-        pause = self.backoff.pause(failed.attempt)
+        pause = self.backoff.pause_by(failed.rule, failed.attempt)
         with logging_with(attempt=failed.attempt):
             logger.warning(
                 "%s: handler %s failed at attempt %d (%s), retrying in %.1f s",
@@ -241,6 +243,20 @@ class DeliveryProcessor:
                 exc_info=failed.error if logger.isEnabledFor(logging.DEBUG) else None,
             )
         return pause
+
+    def note_discarded(self, execution: HandlerExecution, discarded: Discarded) -> None:
+        """Count and log that an event was discarded."""
+        self.tally.discarded += 1
+        self.observer.count(Signal.DISCARDED, execution.event.event_type)
+        with logging_with(attempt=discarded.attempt):
+            logger.warning(
+                "%s: handler %s failed at attempt %d (%s), discarded by a rule",
+                execution.label,
+                execution.handler.name,
+                discarded.attempt,
+                describe_error(discarded.error),
+                exc_info=discarded.error if logger.isEnabledFor(logging.DEBUG) else None,
+            )
 
     async def dead_letter_outcome(self, delivery: Delivery, execution: HandlerExecution, outcome: Outcome[Any]) -> None:
         """Publish the message to the dead-letter topic because of the outcome of `execution`."""

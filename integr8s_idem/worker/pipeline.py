@@ -56,7 +56,7 @@ class Pipeline:
         Args:
             finish: Called with deliveries of an assignment whose offsets may be committed.
             left: Called with deliveries that have left the pipeline, including those that will be redelivered.
-            fail: Called with a bug in the library, to stop the service rather than lose an event.
+            fail: Called with a bug in the library, or an error that stops the service, rather than lose an event.
         """
         self._processor = processor
         self._circuit = processor.circuit

@@ -19,7 +19,7 @@ class PipelineTasks:
     """Starts tasks, and stops the service if one of them has a bug."""
 
     def __init__(self, service: str, fail: Callable[[BaseException], None]) -> None:
-        """`fail` is called with a bug in the library, to stop the service rather than lose an event."""
+        """`fail` stops the service rather than lose an event, for example because of a bug in the library."""
         self._service = service
         self._fail = fail
         self._running: set[asyncio.Task[None]] = set()
@@ -76,6 +76,10 @@ class PipelineTasks:
         if error is not None and error is not self._reported:
             self.report_bug(error, source)
         return error is None
+
+    def stop_service(self, error: BaseException) -> None:
+        """Stop the service, which fails with `error`."""
+        self._fail(error)
 
     def report_bug(self, error: BaseException, source: LogSource | None = None) -> None:
         """Log `error`, and stop the service.  `source`: the delivery or item, if it is known."""
