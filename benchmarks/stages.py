@@ -300,12 +300,12 @@ async def _run_handlers(
     for name, variant in (("plain_call", dispatcher), ("scoped_call", in_scope)):
         calls = [_handler_call(variant.executions(event)[0]) for event in events]
         with clocks.stage(name):
-            for call, event, attempt in calls:
-                await call.handler.work(event, attempt)
+            for call, attempt in calls:
+                await call.handler.work(call, attempt)
 
 
-def _handler_call(execution: HandlerExecution) -> tuple[HandlerExecution, BaseEvent, Attempt]:
-    return execution, execution.event, Attempt("key", 1, 1, float("inf"), "label", 0)
+def _handler_call(execution: HandlerExecution) -> tuple[HandlerExecution, Attempt]:
+    return execution, Attempt("key", 1, 1, float("inf"), "label", 0)
 
 
 async def _never(_: Exception) -> None:

@@ -14,7 +14,13 @@ from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.step_slots import Once
 from integr8s_idem.engine.steps import Steps
 from integr8s_idem.engine.work import Attempt
-from integr8s_idem.errors import IdempotencyConflictError, IdempotencyError, PartialFailureError, PermanentError
+from integr8s_idem.errors import (
+    IdempotencyConflictError,
+    IdempotencyError,
+    PartialFailureError,
+    PermanentError,
+    RetryAfter,
+)
 from integr8s_idem.events import BaseEvent, EventMetadata, derived_event_id
 from integr8s_idem.functions.decorator import idempotent
 from integr8s_idem.handlers.dispatcher import (
@@ -62,6 +68,7 @@ __all__ = [
     "PermanentError",
     "Platform",
     "RedisIdempotencyRepository",
+    "RetryAfter",
     "Section",
     "Service",
     "Settings",

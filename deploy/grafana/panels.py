@@ -198,10 +198,12 @@ PROBLEMS: Final = Row(
         ),
         per_minute(
             "Failures and retries",
-            "Runs of handlers that raised or timed out, and deliveries to be retried. Rising: read the tracebacks in "
-            f"the log; events that keep failing are dead-lettered. See IdempotencyHandlersFail in {GUIDE}.",
+            "Runs of handlers that raised or timed out, deliveries to be retried, and events discarded by a rule. "
+            "Rising: read the tracebacks in the log; events that keep failing are dead-lettered. "
+            f"See IdempotencyHandlersFail in {GUIDE}.",
             "handler_failures",
             "retries",
+            "events_discarded",
         ),
         per_minute(
             "Takeovers, prevented late starts, isolated runs",

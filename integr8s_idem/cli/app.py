@@ -10,7 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from integr8s_idem.cli.application_loader import load_application, optional_application, select_services
+from integr8s_idem.cli.application_loader import (
+    import_from_here,
+    load_application,
+    optional_application,
+    select_services,
+)
 from integr8s_idem.cli.common import INVALID_INPUT, AppOption, Json, SettingsFile, exit_status_of
 from integr8s_idem.cli.dlq_commands import dlq_app
 from integr8s_idem.cli.doctor_command import DoctorCommand, doctor_command
@@ -36,6 +41,7 @@ from integr8s_idem.config.example import example_settings
 from integr8s_idem.config.loading import ignored_sections, settings_source
 from integr8s_idem.config.message_text import missing_extra
 from integr8s_idem.errors import SettingsError, SettingsMistake
+from integr8s_idem.handlers.failure_settings import check_failures
 from integr8s_idem.runtime import Platform
 from integr8s_idem.runtime.key_warnings import key_warnings
 from integr8s_idem.telemetry.setup import check_exporter
@@ -160,7 +166,9 @@ def _check(file: Path | None, platform: Platform | None) -> tuple[Sequence[Setti
     warnings = settings_warnings(settings, platform.services if platform else [])
     if platform is not None:
         warnings += key_warnings(platform, settings)
-    return list(_missing_extras(settings)), warnings
+    import_from_here()
+    failures = check_failures(settings, platform.services if platform else None)
+    return [*_missing_extras(settings), *failures], warnings
 
 
 def _missing_extras(settings: Settings) -> Iterator[SettingsMistake]:

@@ -60,10 +60,16 @@ def select_services(platform: Platform, names: Sequence[str]) -> list[Service]:
     return platform.choose(names)
 
 
-def _module(name: str) -> ModuleType:
+def import_from_here() -> str:
+    """Let modules in the working directory be imported, and return that folder."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
+    return here
+
+
+def _module(name: str) -> ModuleType:
+    here = import_from_here()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

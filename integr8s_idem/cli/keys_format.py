@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from integr8s_idem._util.escaping import printable
+from integr8s_idem.engine.results import discarded_error
 from integr8s_idem.engine.step_slots import step_name
 from integr8s_idem.operations.keys.explanation import Explanation, MissingRecord, RecordExplanation
 from integr8s_idem.operations.keys.key_parser import ParsedKey, parse_key
@@ -56,7 +57,8 @@ def record_json(found: AnyRecord, parsed: ParsedKey, *, body: int = 0) -> dict[s
         "span_id": found.trace.span_id.hex() if found.trace else None,
         "result": _result_json(found.result, body) if found.result else None,
         "result_dropped": found.result_dropped,
-        "error": found.error,
+        "discarded": state.discarded is not None,
+        "error": found.error or state.discarded or "",
     }
 
 
@@ -144,8 +146,8 @@ def _record_rows(
         yield "lease", f"ends in {format_duration(state.lease_left)} unless renewed, {_moment(record.lease_until)}"
     if state.lease is Lease.LAPSED:
         yield "lease", f"ended {format_duration(state.lease_left)} ago, {_moment(record.lease_until)}"
-    if record.error:
-        yield "error", printable(record.error)
+    if error := record.error or state.discarded:
+        yield "error", printable(error)
     if record.status is IdempotencyStatus.FAILED and explained.dead_letters:
         yield "dead letter", f"in {explained.dead_letters}, unless the event came from a topic of another name"
     yield from _trace_rows(record)
@@ -169,6 +171,8 @@ def _handled(explained: RecordExplanation, state: RecordState) -> str:
     parsed, record = explained.parsed, state.record
     service = parsed.scope or "?"
     who = f"{service} (handler {parsed.handler})" if parsed.handler else service
+    if state.discarded is not None:
+        return f"discarded by {who}: its handler failed with an error that a rule discards"
     if record.status is IdempotencyStatus.COMPLETED:
         return f"yes, by {who}"
     if record.status is IdempotencyStatus.FAILED:
@@ -193,6 +197,8 @@ def _replay_outcome(explained: RecordExplanation) -> str:
 def _stored(record: IdempotencyRecord, whole: bool) -> str:
     if record.result_dropped:
         return "no result: it was too large or could not be encoded"
+    if discarded_error(record.result) is not None:
+        return "no result"
     if record.result is None:
         return "nothing yet" if record.status is IdempotencyStatus.PROCESSING else "no result"
     size = f"{len(record.result.body):,} bytes of {record.result.content_type}"
@@ -218,6 +224,8 @@ def _short_text(found: AnyRecord) -> str:
         return printable(f"corrupt: {found.reason}")
     state = RecordState(found)
     error = f": {found.error}" if found.error else ""
+    if state.discarded is not None:
+        error = f", discarded: {state.discarded}"
     return printable(f"{found.status.value} {format_duration(state.age)} ago, {_times(found.attempt)}{error}")
 
 
@@ -249,6 +257,8 @@ def _details(state: RecordState) -> str:
         return f"lease ended {format_duration(state.lease_left)} ago"
     if state.lease is Lease.RELEASED:
         return "released"
+    if state.discarded is not None:
+        return printable(f"discarded: {state.discarded}")
     return f"expires in {format_duration(record.expires_at - state.now)}" if record.expires_at else "kept"
 
 

@@ -26,7 +26,8 @@ from integr8s_idem.cli.run_table import report_table
 from integr8s_idem.config import Settings, load_settings, settings_warnings
 from integr8s_idem.config.loading import settings_source
 from integr8s_idem.embedded.settings_overlay import NO_KAFKA_CREDENTIALS, embedded_settings, keeps_its_store
-from integr8s_idem.errors import IdempotencyError
+from integr8s_idem.errors import IdempotencyError, SettingsError
+from integr8s_idem.handlers.failure_settings import check_failures
 from integr8s_idem.runtime import Platform, Service, ServiceGroup
 from integr8s_idem.runtime.endpoints import CLOSE_SECONDS as ENDPOINTS_SECONDS
 from integr8s_idem.runtime.service import check_groups
@@ -99,7 +100,8 @@ class Run:
         """Load the platform's settings.
 
         Raises:
-            SettingsError: See `load_settings`; also if tracing requires an extra that is not installed.
+            SettingsError: See `load_settings`; also if tracing requires an extra that is not installed, or a rule for
+            failures names an error that does not exist.
             ApplicationError: Two services of the platform share a consumer group, even if only one of them runs here.
         """
         settings = load_settings(
@@ -107,6 +109,8 @@ class Run:
         )
         check_groups(self.platform.services.values(), settings)
         check_exporter(settings.telemetry)
+        if mistakes := check_failures(settings, [service.name for service in self.services]):
+            raise SettingsError(settings_source(self.settings_file), mistakes)
         return settings
 
 

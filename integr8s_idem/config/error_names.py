@@ -6,14 +6,14 @@ import builtins
 import importlib
 import sys
 from difflib import get_close_matches
-from pathlib import Path
+from importlib.metadata import packages_distributions
 from types import ModuleType
 
 
 def error_class(name: str) -> type[Exception]:
     """Return the exception with this dotted name, or the built-in one with a name without dots.
 
-    The module of the exception is imported, from the working directory as well.
+    The module of the exception is imported.
 
     Raises:
         ValueError: There is no such class of exceptions, or its module cannot be imported.
@@ -35,9 +35,6 @@ def _module(name: str) -> tuple[ModuleType, list[str]]:
     parts = name.split(".")
     if len(parts) == 1:
         return builtins, parts
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
     for length in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:length])
         try:
@@ -47,9 +44,10 @@ def _module(name: str) -> tuple[ModuleType, list[str]]:
                 raise ValueError(f'= "{name}" cannot be imported: {error}; install the missing module') from None
         except Exception as error:  # noqa: BLE001  # an import can raise anything
             raise ValueError(f'= "{name}" cannot be imported: {type(error).__name__}: {error}') from None
-    raise ValueError(
-        f'= "{name}" does not exist: module "{parts[0]}" not found from {here}; install it, or fix the name'
-    )
+    near = get_close_matches(parts[0], [*packages_distributions(), *sys.stdlib_module_names], n=1)
+    if near and near[0] != parts[0]:
+        raise ValueError(f'= "{name}" does not exist; did you mean {".".join([near[0], *parts[1:]])}?')
+    raise ValueError(f'= "{name}" does not exist: module "{parts[0]}" not found; install it, or fix the name')
 
 
 def _suggestion(name: str, found: object, attribute: str) -> str:

@@ -96,13 +96,10 @@ class KafkaSettings(Section):
     """Compare ttl and limits with the settings of the topics at startup: warn, refuse to start, or off."""
 
 
-ErrorName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
-
-
 class FailureRuleSettings(Section):
     """What happens after an attempt of a handler that failed with an error."""
 
-    error: Annotated[tuple[ErrorName, ...], Field(min_length=1), BeforeValidator(one_or_many)]
+    error: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(one_or_many)]
     """Errors by their dotted names, such as httpx.TransportError; subclasses are included."""
     action: Literal["retry", "retry_later", "dead_letter", "discard", "stop"]
     """What happens: see docs/how-to/handle-failures.md."""

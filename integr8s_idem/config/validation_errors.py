@@ -63,7 +63,8 @@ class Translator:
         if error["type"] == "union_tag_invalid" and (instead := self._kind_meant(path)):
             message += f"; did you mean {json.dumps(instead)}?"
         whole = self._without_index(place)
-        if len(place) == len(whole) + 1:  # an item of a list of strings or numbers: the setting is the list
+        if len(place) == len(whole) + 1 and not isinstance(self._value_at(place), Mapping):
+            # An item of a list of strings or numbers: the setting is the list.
             path, message = whole, f"each {message}" if message.startswith("must") else message
         origin = self.origins.get(path)
         # For a wrong tag, exclude only the tag, so that the section is validated as the default kind.

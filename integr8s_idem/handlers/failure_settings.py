@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 
+from integr8s_idem.config import Settings
+from integr8s_idem.config.environment import same_name
 from integr8s_idem.config.error_names import error_class
+from integr8s_idem.config.message_text import printable_mistake
 from integr8s_idem.config.sections import FailureRuleSettings
 from integr8s_idem.errors import SettingsMistake
 from integr8s_idem.failures import FailureAction, FailureRule
@@ -20,15 +23,29 @@ def rules_of(settings: Sequence[FailureRuleSettings]) -> tuple[FailureRule, ...]
     return tuple(map(_rule_of, settings))
 
 
-def mistakes_in(settings: Sequence[FailureRuleSettings], path: str) -> list[SettingsMistake]:
-    """Return a mistake for each rule whose errors cannot be found.  `path`: that of the setting."""
-    found = list[SettingsMistake]()
-    for number, each in enumerate(settings):
+def check_failures(settings: Settings, services: Iterable[str] | None = None) -> list[SettingsMistake]:
+    """Return a mistake for each rule in the settings whose error cannot be found.  This imports their modules.
+
+    Args:
+        settings: The settings of a process.
+        services: Names of the services whose sections are examined; by default, all.
+    """
+    wanted = None if services is None else set(map(same_name, services))
+    return [
+        mistake
+        for name, section in settings.services.items()
+        if wanted is None or same_name(name) in wanted
+        for number, each in enumerate(section.failures)
+        for mistake in _mistakes(each, f"services.{name}.failures.{number}.error")
+    ]
+
+
+def _mistakes(settings: FailureRuleSettings, path: str) -> Iterator[SettingsMistake]:
+    for name in settings.error:
         try:
-            _rule_of(each)
+            error_class(name)
         except ValueError as error:
-            found.append(SettingsMistake(f"{path}.{number}.error", str(error)))
-    return found
+            yield printable_mistake(path, str(error))
 
 
 def _rule_of(settings: FailureRuleSettings) -> FailureRule:

@@ -40,7 +40,7 @@ from integr8s_idem.errors import ApplicationError, SettingsError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.failures import FailureRule
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
-from integr8s_idem.handlers.failure_settings import mistakes_in, rules_of
+from integr8s_idem.handlers.failure_settings import check_failures, rules_of
 from integr8s_idem.handlers.handler_calls import (
     Batch,
     BatchCall,
@@ -334,10 +334,9 @@ def failure_rules(settings: Settings, service: str) -> tuple[FailureRule, ...]:
     Raises:
         SettingsError: The name of an error is not that of an exception.
     """
-    section = settings.service(service).failures
-    if mistakes := mistakes_in(section, f"services.{service}.failures"):
-        raise SettingsError("settings", mistakes)
-    return rules_of(section)
+    if mistakes := check_failures(settings, [service]):
+        raise SettingsError(f"the settings of service {service}", mistakes)
+    return rules_of(settings.service(service).failures)
 
 
 def _current_container(_args: object, _kwargs: object) -> AsyncContainer:

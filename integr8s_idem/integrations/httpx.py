@@ -5,6 +5,8 @@
 
 The transport makes one key per request, before the first attempt.  A request that already has a key keeps it: if the
 calling code itself may run again, set a key that is derived from its work, such as `attempt.key_for("order")`.
+
+A handler that gets a response with `Retry-After` can let its event wait for that long: `raise retry_after(response)`.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import time
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from typing import Final
 
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.config.message_text import lacking
-from integr8s_idem.errors import ApplicationError
+from integr8s_idem.errors import ApplicationError, RetryAfter
 
 try:
     import httpx
@@ -37,6 +40,9 @@ LONGEST_HELD: Final = 1_048_576
 
 _TRY_AGAIN: Final = frozenset({408, 409, 425, 429, 502, 503, 504})
 """Status codes after which the outcome is unknown or the request was not processed, so that a retry is safe."""
+
+_MOST_DIGITS: Final = 12
+"""Digits of a number of seconds; more are thousands of years."""
 
 _PERMANENT: Final = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
 """Errors of requests that cannot be sent."""
@@ -97,8 +103,53 @@ def _is_retryable(response: httpx.Response) -> bool:
 
 def _pause_for(response: httpx.Response, pause: float) -> float:
     """Return the longer of `pause` and the server's `Retry-After`, in seconds."""
-    retry_after = response.headers.get("retry-after", "")
-    return max(pause, float(retry_after)) if retry_after.isdecimal() else pause
+    asked = _asked_delay(response)
+    return pause if asked is None else max(pause, asked)
+
+
+def _asked_delay(response: httpx.Response) -> float | None:
+    """Return the seconds in the header `Retry-After`; `None` if it is missing or invalid."""
+    text = response.headers.get("retry-after", "").strip()
+    if text.isascii() and text.isdecimal():
+        return float(text[:_MOST_DIGITS])
+    at = _http_date(text)
+    if at is None:
+        return None
+    # By the server's clock, if the response has its time: that of this machine may differ.
+    now = _http_date(response.headers.get("date", "")) or datetime.now(UTC)
+    return max((at - now).total_seconds(), 0.0)
+
+
+def _http_date(text: str) -> datetime | None:
+    try:
+        parsed = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    # An HTTP date is in GMT, also in the obsolete format that does not say so.
+    return parsed.replace(tzinfo=UTC) if parsed.tzinfo is None else parsed
+
+
+def retry_after(
+    response: httpx.Response,
+    *,
+    default: Duration = timedelta(minutes=1),
+    longest: Duration = timedelta(hours=1),
+) -> RetryAfter:
+    """Make the error that lets a handler's event wait as long as the server of `response` asks for.
+
+        if response.status_code in (429, 503):
+            raise retry_after(response)
+
+    Args:
+        response: `Retry-After` is a number of seconds or an HTTP date.  A date is compared with the header `Date`, or
+            with the clock of this machine if that is missing.
+        default: The delay if the header is missing or invalid.
+        longest: Maximum delay.
+    """
+    limit, asked = duration(longest, "longest"), _asked_delay(response)
+    delay = duration(default, "default").total_seconds() if asked is None else asked
+    reason = f"{response.status_code} {response.reason_phrase}".strip()
+    return RetryAfter(min(delay, limit.total_seconds()), reason)
 
 
 def _is_short(response: httpx.Response) -> bool:

@@ -169,6 +169,11 @@ process order_placed (executed, attempt 2, OSError)
     idempotency.handle (attempt 2)
     idempotency.complete""",
     "dead letter": _DEAD_LETTER,
+    "discarded": """\
+process order_placed (discarded, attempt 1)
+    idempotency.reserve (Reserved, attempt 1)
+    idempotency.handle (attempt 1, KeyError)
+    idempotency.complete""",
     "undecodable": """\
 process order_placed (undecodable, integr8s_idem.errors.UndecodableEventError)
     send order_placed.dlq""",

@@ -9,11 +9,12 @@ from random import Random
 from typing import Any, Final, Literal
 
 from integr8s_idem import Attempt, BaseEvent, EventRouter, PermanentError
+from integr8s_idem.failures import discard
 from integr8s_idem.handlers.handler_calls import HandlerCall
 from integr8s_idem.testing.crash_points import CrashPlan, CrashPoint, kill_myself
 from tests.support.effects import Effects
 
-Kind = Literal["plain", "flaky", "poison", "slow", "talking", "deadly"]
+Kind = Literal["plain", "flaky", "poison", "slow", "talking", "deadly", "withdrawn"]
 
 
 class Job(BaseEvent):
@@ -23,7 +24,8 @@ class Job(BaseEvent):
     work: str
     kind: Kind = "plain"
     """flaky: the first run fails.  poison: every run fails permanently, before the effect.  talking: the handler
-    publishes an event.  deadly: every run kills its process."""
+    publishes an event.  deadly: every run kills its process.  withdrawn: every run fails after the effect, with an
+    error that a rule discards."""
     seconds: float = 0.0
     """Duration of the handler before its effect."""
 
@@ -37,6 +39,10 @@ class JobDone(BaseEvent):
     """Distinguishes several events of one job."""
 
 
+class WithdrawnError(Exception):
+    """A job is not needed any more."""
+
+
 class JobHandler:
     """Handles jobs, with the crash points of a plan around the effect."""
 
@@ -44,7 +50,7 @@ class JobHandler:
         self._effects = effects
         self._plan = plan
         self.router = EventRouter()
-        self.router.on(Job, name="jobs")(self._handle)
+        self.router.on(Job, name="jobs", failures=[discard(WithdrawnError)])(self._handle)
 
     async def _handle(self, call: Any) -> str:
         job, attempt = call.event, call.attempt
@@ -55,6 +61,8 @@ class JobHandler:
         self._plan.reached(CrashPoint.IN_HANDLER_BEFORE_EFFECT)
         self._effects.apply(job.work, attempt)
         self._plan.reached(CrashPoint.IN_HANDLER_AFTER_EFFECT)
+        if job.kind == "withdrawn":
+            raise WithdrawnError(f"{job.work} was withdrawn")
         if job.kind == "talking":
             call.outgoing.publish(JobDone(work=job.work))
         self._effects.note("end", job.work, attempt)

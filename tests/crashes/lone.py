@@ -9,14 +9,16 @@ from integr8s_idem.testing.crash_points import CrashPoint
 from tests.campaigns.figures import ViolationError
 from tests.crashes.forks import ForkServer
 from tests.crashes.ground import Servers, Topics
-from tests.crashes.jobs import Job
+from tests.crashes.jobs import Job, Kind
 from tests.crashes.judging import judge, log_tail
 from tests.crashes.orders import Order
 from tests.crashes.points import PATIENCE
 from tests.support.effects import Effects
 
 
-async def crash_one_job(servers: Servers, fork_server: ForkServer, point: CrashPoint) -> tuple[list[int], list[int]]:
+async def crash_one_job(
+    servers: Servers, fork_server: ForkServer, point: CrashPoint, kind: Kind = "plain"
+) -> tuple[list[int], list[int]]:
     """Kill a worker at `point`, publish a duplicate of its job, and let another worker settle both.
 
     Returns:
@@ -25,14 +27,14 @@ async def crash_one_job(servers: Servers, fork_server: ForkServer, point: CrashP
     Raises:
         ViolationError: A promise was broken, or the worker did not reach `point`.
     """
-    folder = servers.folder / f"single-{point.value}"
+    folder = servers.folder / f"single-{kind}-{point.value}"
     folder.mkdir()
-    prefix = f"single-{point.value}."
+    prefix = f"single-{kind}-{point.value}."
     order = Order(bootstrap=servers.broker.bootstrap, store=servers.redis_settings, prefix=prefix, folder=str(folder))
     effects = Effects(folder)
     effects.prepare()
     async with servers.topic_set(prefix, partitions=1) as topics:
-        job = Job(work=f"{point.value}:plain")
+        job = Job(work=f"{point.value}:{kind}", kind=kind)
         await topics.publish([job])
         doomed = await fork_server.start(Order(**{**vars(order), "point": point.value}))
         async with asyncio.timeout(PATIENCE):

@@ -72,6 +72,20 @@ async def test_after_a_crash_a_job_runs_again_only_if_it_was_started_but_not_com
     assert dict(zip(RUNS, runs, strict=True)) == RUNS
 
 
+DISCARDS = {point: RUNS[point] for point in RUNS if point is not CrashPoint.BEFORE_RESERVE}
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+async def test_after_a_crash_a_job_whose_error_is_discarded_runs_again_only_if_it_was_not_completed() -> None:
+    need_kafka(own=True)
+
+    async with open_servers() as servers, ForkServer() as fork_server:
+        runs = await asyncio.gather(*(crash_one_job(servers, fork_server, point, "withdrawn") for point in DISCARDS))
+
+    assert dict(zip(DISCARDS, runs, strict=True)) == DISCARDS
+
+
 RENEWALS = (CrashPoint.BEFORE_RENEW, CrashPoint.IN_RENEW, CrashPoint.AFTER_RENEW)
 LEASE = 2.0
 

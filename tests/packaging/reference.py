@@ -31,6 +31,7 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "faststream": ("integrations.faststream",),
     "dishka": ("integrations.dishka",),
     "messages": ("codecs", "keys.fingerprints"),
+    "failures": ("failures",),
     "records": ("records", "engine.work"),
     "stores": ("stores", "stores.memory", "stores.redis", "stores.sql", "stores.dynamodb"),
     "settings": ("config",),

@@ -33,7 +33,9 @@ ELSEWHERE = sorted(
     key=lambda kind: kind.__name__,
 )
 """Public errors of other modules: the FastStream guard and the test harness."""
-DRAWN = re.compile(r"^(?P<branch>(?:[│ ] {3})*(?:├── |└── |))(?P<name>[A-Z]\w+Error)\b(?P<words>.*)$", re.MULTILINE)
+DRAWN = re.compile(
+    r"^(?P<branch>(?:[│ ] {3})*(?:├── |└── |))(?P<name>[A-Z]\w+Error|RetryAfter)\b(?P<words>.*)$", re.MULTILINE
+)
 PAGE = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
 
 
@@ -52,6 +54,7 @@ SAMPLES: dict[object, Any] = {
     bool: True,
     int: 3,
     timedelta: timedelta(seconds=30),
+    timedelta | float: timedelta(seconds=30),
     Mapping[int, Exception]: {1: SoldOutError()},
 }
 

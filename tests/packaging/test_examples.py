@@ -198,6 +198,18 @@ def test_a_duplicate_payment_is_booked_once_in_the_handlers_transaction() -> Non
     ]
 
 
+def test_events_are_retried_discarded_and_dead_lettered_by_their_errors() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "examples.failures"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [
+        "2 handled, 1 discarded, 1 dead-lettered",
+        "early: 2 attempts, invalid: 1 attempts, unlucky: 10 attempts, withdrawn: 1 attempts",
+    ]
+
+
 def test_every_entry_point_has_a_program() -> None:
     programs = {path.stem for path in (ROOT / "examples" / "entries").glob("*.py")} - {"__init__"}
 

@@ -176,7 +176,7 @@ class WorkerInTest:
         def done() -> bool:
             report = self.worker.report()
             tally = report.tally
-            ended = tally.handled + tally.duplicates + tally.dead_letters
+            ended = tally.handled + tally.duplicates + tally.dead_letters + tally.discarded
             return ended >= settled and report.in_flight == 0 and report.lag == 0
 
         await eventually(done, state=self.worker.report)

@@ -102,8 +102,8 @@ def test_a_rule_is_shown_as_it_is_written() -> None:
     ("make", "message"),
     [
         (lambda: discard(), "at least one class"),
-        (lambda: retry(OSError()), "needs classes of exceptions"),
-        (lambda: stop(KeyboardInterrupt), "needs classes of exceptions"),
+        (lambda: retry(OSError()), "needs classes of exceptions"),  # type: ignore[arg-type]
+        (lambda: stop(KeyboardInterrupt), "needs classes of exceptions"),  # type: ignore[arg-type]
         (lambda: retry(OSError, attempts=0), "attempts is 0"),
         (lambda: retry(OSError, attempts=True), "attempts is True"),
         (lambda: retry(OSError, first_pause=3, longest_pause=2), "exceeds longest_pause"),

@@ -106,7 +106,9 @@ class NextDelivery:
 
 def _completed(state: RecordState) -> str:
     record = state.record
-    if record.result_dropped:
+    if state.discarded is not None:
+        answer = "recognized as a duplicate of an event that was discarded"
+    elif record.result_dropped:
         answer = "recognized as a duplicate; requesting the result raises ResultDroppedError"
     elif record.result is None:
         answer = "recognized as a duplicate; its result was not stored"

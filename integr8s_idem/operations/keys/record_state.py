@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Final
 
+from integr8s_idem.engine.results import discarded_error
 from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -51,6 +52,11 @@ class RecordState:
     def lease_left(self) -> timedelta:
         """Time until the lease ends; negative once it has ended; zero without a lease."""
         return self.record.lease_until - self.now if self.record.lease_until is not None else timedelta()
+
+    @property
+    def discarded(self) -> str | None:
+        """The error because of which a rule has discarded the work; `None` if it was not discarded."""
+        return discarded_error(self.record.result)
 
     @property
     def reserved_at(self) -> datetime:

@@ -158,6 +158,35 @@ def test_keys_that_are_hashes_of_all_fields_are_a_warning() -> None:
     assert "RuntimeError: no such region" in broken
 
 
+FAILURES = """
+[[services.billing.failures]]
+error = "cli_shop_errors.OutOfStockError"
+action = "discard"
+[[services.billing.failures]]
+error = "cli_shop_errors.OutOfStokError"
+action = "discard"
+"""
+
+
+def test_rules_that_name_unknown_errors_are_mistakes() -> None:
+    Path("cli_shop_errors.py").write_text("class OutOfStockError(Exception): ...")
+    Path("settings.toml").write_text(FAILURES)
+
+    answers = [
+        typed("settings", "check"),
+        typed("settings", "check", "--app", "cli_shop:platform"),
+        typed("run", "cli_shop:platform"),
+    ]
+
+    for answer in answers:
+        assert answer.exit_code == 2
+        [_, *mistake, _] = [line.strip() for line in answer.stderr.splitlines()]
+        assert " ".join(mistake) == (
+            'services.billing.failures.1.error = "cli_shop_errors.OutOfStokError" does not exist; did you mean '
+            "cli_shop_errors.OutOfStockError?"
+        )
+
+
 def test_the_example_contains_the_sections_of_an_application() -> None:
     answer = typed("settings", "example", "--app", "cli_shop:platform")
 

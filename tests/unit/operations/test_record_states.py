@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from integr8s_idem.cli.keys_format import list_row, record_json, rows
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
+from integr8s_idem.engine.results import discarded_result
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.keys import Key, KeySpace
-from integr8s_idem.operations.keys.explanation import newest_after
+from integr8s_idem.operations.keys.explanation import RecordExplanation, newest_after
 from integr8s_idem.operations.keys.key_parser import parse_key
 from integr8s_idem.operations.keys.next_delivery import NextDelivery, format_duration
 from integr8s_idem.operations.keys.record_filter import RecordFilter, check_statuses, parse_duration
@@ -45,6 +47,7 @@ LAPSED = record(lease_until=NOW - timedelta(seconds=5))
 RELEASED = record(lease_until=None)
 SETTLED = {"lease_until": None, "owner": "", "settled_at": NOW - timedelta(minutes=2)}
 COMPLETED = record(status=IdempotencyStatus.COMPLETED, result=StoredResult(b"1"), **SETTLED)
+DISCARDED = replace(COMPLETED, result=discarded_result("KeyError: withdrawn"))
 FAILED = record(status=IdempotencyStatus.FAILED, error="no such account", **SETTLED)
 CORRUPT = Corrupt(key=KEY, reason="it is damaged")
 
@@ -128,6 +131,20 @@ def test_invalid_durations_are_refused(text: str) -> None:
         parse_duration(text)
 
 
+def test_a_discarded_record_is_shown_as_such() -> None:
+    parsed = parse_key(KEY, "idempotency")
+    explained = RecordExplanation(parsed, DISCARDED, CONFIG, "would not be handled")
+
+    shown = dict(rows(explained))
+
+    assert shown["handled"].startswith("discarded by billing (handler charge)")
+    assert shown["error"] == "KeyError: withdrawn"
+    assert shown["stored"] == "no result"
+    assert list_row(DISCARDED, parsed)[3] == "discarded: KeyError: withdrawn"
+    assert record_json(DISCARDED, parsed)["discarded"] is True
+    assert record_json(COMPLETED, parsed)["discarded"] is False
+
+
 def test_an_unknown_status_is_refused() -> None:
     with pytest.raises(ApplicationError, match='invalid status "done"; choose from processing, completed'):
         check_statuses(["done"])
@@ -140,6 +157,7 @@ def test_an_unknown_status_is_refused() -> None:
         (None, {"on_failure": OnFailure.BLOCK}, "a failure would be final"),
         (CORRUPT, {}, "dead-letter it (corrupt_record)"),
         (COMPLETED, {}, "answered with the stored result, for another 1 h"),
+        (DISCARDED, {}, "recognized as a duplicate of an event that was discarded, for another 1 h"),
         (replace(COMPLETED, result=None), {}, "its result was not stored"),
         (replace(COMPLETED, result=None, result_dropped=True), {}, "ResultDroppedError"),
         (FAILED, {}, "dead-letter it (previously_failed), for another 1 h; a replay of its dead letter is handled"),

@@ -97,7 +97,7 @@ all_kinds = pytest.mark.parametrize(
 
 
 @all_kinds
-async def test_a_discarded_event_is_settled_after_one_attempt(kind: dict[str, bool]) -> None:
+async def test_a_discarded_event_is_settled_after_one_attempt(kind: dict[str, Any]) -> None:
     charges = Charges(withdrawn=[KeyError("no such order")])
 
     async with harness_of(charges, discard(KeyError), **kind) as harness:
@@ -171,7 +171,7 @@ async def test_the_span_of_a_discarded_event_says_so() -> None:
 
 
 @all_kinds
-async def test_a_rule_dead_letters_at_once(kind: dict[str, bool]) -> None:
+async def test_a_rule_dead_letters_at_once(kind: dict[str, Any]) -> None:
     charges = Charges(**{"1": [KeyError("no such order")]})
 
     async with harness_of(charges, dead_letter(KeyError), **kind) as harness:
@@ -183,7 +183,7 @@ async def test_a_rule_dead_letters_at_once(kind: dict[str, bool]) -> None:
 
 
 @all_kinds
-async def test_a_rule_allows_more_attempts_than_the_service(kind: dict[str, bool]) -> None:
+async def test_a_rule_allows_more_attempts_than_the_service(kind: dict[str, Any]) -> None:
     charges = Charges(**{"1": [OSError()] * 6})
 
     async with harness_of(charges, retry(OSError, attempts=7), **kind) as harness:
@@ -195,7 +195,7 @@ async def test_a_rule_allows_more_attempts_than_the_service(kind: dict[str, bool
 
 
 @all_kinds
-async def test_a_rule_allows_fewer_attempts_than_the_service(kind: dict[str, bool]) -> None:
+async def test_a_rule_allows_fewer_attempts_than_the_service(kind: dict[str, Any]) -> None:
     charges = Charges(**{"1": [OSError()] * 6})
 
     async with harness_of(charges, retry(OSError, attempts=2), **kind) as harness:
@@ -227,7 +227,7 @@ async def test_pauses_that_a_rule_does_not_set_are_those_of_the_service() -> Non
 
 
 @all_kinds
-async def test_an_event_is_not_retried_before_the_delay_of_its_rule(kind: dict[str, bool]) -> None:
+async def test_an_event_is_not_retried_before_the_delay_of_its_rule(kind: dict[str, Any]) -> None:
     charges = Charges(**{"1": [OSError()] * 2})
 
     async with harness_of(charges, retry_later(OSError, delay=timedelta(minutes=5)), **kind) as harness:
@@ -237,7 +237,7 @@ async def test_an_event_is_not_retried_before_the_delay_of_its_rule(kind: dict[s
 
 
 @all_kinds
-async def test_a_handler_chooses_when_its_event_is_retried(kind: dict[str, bool]) -> None:
+async def test_a_handler_chooses_when_its_event_is_retried(kind: dict[str, Any]) -> None:
     charges = Charges(**{"1": [RetryAfter(timedelta(minutes=5)), RetryAfter(1)]})
 
     async with harness_of(charges, **kind) as harness:
@@ -323,7 +323,7 @@ def test_an_included_router_keeps_its_rules_before_those_of_the_other() -> None:
 
 
 @all_kinds
-async def test_an_error_stops_the_service_and_its_event_is_not_settled(kind: dict[str, bool]) -> None:
+async def test_an_error_stops_the_service_and_its_event_is_not_settled(kind: dict[str, Any]) -> None:
     charges = Charges(corrupt=[MemoryError("the ledger is damaged")])
     harness = harness_of(charges, stop(MemoryError), **kind)
 
