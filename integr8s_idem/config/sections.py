@@ -165,7 +165,7 @@ class ServiceSettings(Section):
     retry_max_seconds: Seconds = 30
     """Maximum pause between retries."""
     failures: tuple[FailureRuleSettings, ...] = ()
-    """Rules for errors of handlers, after those in the code; the first that matches decides."""
+    """Rules for errors of handlers, after those in the code: see docs/how-to/handle-failures.md."""
     commit_interval_seconds: Seconds = 1
     """Interval between commits of offsets."""
     drain_timeout_seconds: Seconds = 20

@@ -101,6 +101,8 @@ class Running:
             for worker_run in self.worker_runs:
                 await worker_run.process.bury()
                 await self._close_connections(worker_run)
+            if self.world.sqlite is not None:
+                await self.world.sqlite.close()
             self._stack.close()
 
     def topics(self) -> set[str]:

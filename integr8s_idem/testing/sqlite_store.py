@@ -80,6 +80,10 @@ class SqliteStore:
         self.repository = cast(IdempotencyRepository, _ProcessRepository())
         """Delegates to the repository of the calling process; for the test itself to that of the newest process."""
 
+    async def close(self) -> None:
+        """Close the connections that the test has used after its workers had ended, for example to read records."""
+        await cast(_ProcessRepository, self.repository).dispose()
+
     def wrapping(self, flaky: FlakyStore, plan: CrashPlan) -> Callable[[IdempotencyRepository], IdempotencyRepository]:
         """Return a function that wraps the repository of a container.  `flaky` wraps `repository`."""
 
@@ -94,9 +98,14 @@ class SqliteStore:
 
 class _ProcessRepository:
     def __init__(self) -> None:
-        self._of: dict[Process | None, IdempotencyRepository] = {}
+        self._of: dict[Process | None, SqlIdempotencyRepository] = {}
 
-    def add(self, repository: IdempotencyRepository) -> None:
+    async def dispose(self) -> None:
+        """Close the idle connections of the newest process."""
+        if None in self._of:
+            await self._of[None].engine.dispose()
+
+    def add(self, repository: SqlIdempotencyRepository) -> None:
         """Set the repository of the current process."""
         self._of[current_process()] = self._of[None] = repository
 

@@ -80,7 +80,8 @@ def _described(schema: Mapping[str, Any], name: str) -> str:
     if choices := schema.get("enum"):
         return ", ".join(f"`{json.dumps(choice)}`" for choice in choices)
     if schema.get("type") == "array":
-        return "list of strings"
+        items = schema.get("items", {})
+        return "list of strings" if items.get("type") == "string" else "list of tables"
     kind = _UNITS.get(name.rpartition("_")[2]) or _KINDS.get(schema.get("type", ""), "")
     return " ".join(filter(None, [kind, _bounds(schema)]))
 

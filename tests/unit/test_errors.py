@@ -83,6 +83,7 @@ def test_exactly_these_errors_are_retryable() -> None:
         "HandlerCancelledError",
         "HandlerExitError",
         "TransactionAbortedError",
+        "RetryAfter",
         "PublishError",
         "StoreUnavailableError",
         "ResultNotStoredError",
