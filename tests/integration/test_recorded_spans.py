@@ -21,6 +21,7 @@ from integr8s_idem import (
     PermanentError,
     Settings,
 )
+from integr8s_idem.failures import discard
 from integr8s_idem.integrations.dishka import FromDishka
 from integr8s_idem.keys import KeyResolver
 from integr8s_idem.records import Reserved, ReserveRequest, TraceLink
@@ -63,7 +64,7 @@ class Traced:
         self.may_end.set()
 
     def router(self) -> EventRouter:
-        router = EventRouter()
+        router = EventRouter(failures=[discard(KeyError)])
         router.on(OrderPlaced, name="charge")(self.charge)
         return router
 
@@ -218,6 +219,15 @@ async def test_dead_letter(here: Traced) -> None:
 
     assert here.tree() == SITUATIONS["dead letter"]
     assert here.spans().one(f"send {here.shop.topic}.dlq").kind == "client"
+
+
+async def test_discarded(here: Traced) -> None:
+    here.errors = [KeyError("no such order")]
+    worker = await here.worker()
+    await here.shop.deliver(ORDER)
+    await worker.idle(settled=1)
+
+    assert here.tree() == SITUATIONS["discarded"]
 
 
 async def test_undecodable(here: Traced) -> None:

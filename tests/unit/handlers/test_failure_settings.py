@@ -49,7 +49,7 @@ def test_rules_in_the_settings_are_those_of_the_functions() -> None:
     ("rule", "path", "message"),
     [
         ({"error": "OSError", "action": "discrad"}, "0.action", '"discard"'),
-        ({"eror": "OSError", "action": "discard"}, "0.eror", "did you mean error?"),
+        ({"errors": "OSError", "action": "discard"}, "0.errors", "did you mean error?"),
         ({"error": "OSError", "action": "discard", "attempts": 3}, "0", "attempts does not apply"),
         ({"error": "OSError", "action": "retry", "delay_seconds": 3}, "0", "delay_seconds does not apply"),
         ({"error": "OSError", "action": "retry_later"}, "0", "needs delay_seconds"),

@@ -176,9 +176,9 @@ async def test_a_rule_dead_letters_at_once(kind: dict[str, Any]) -> None:
 
     async with harness_of(charges, dead_letter(KeyError), **kind) as harness:
         await harness.publish(Placed())
-        [letter] = harness.dead_letters
+        [given_up] = harness.dead_letters
 
-        assert (letter.reason, letter.attempts) == ("handler_failed", 1)
+        assert (given_up.reason, given_up.attempts) == ("handler_failed", 1)
     assert len(charges.runs) == 1
 
 
@@ -253,9 +253,9 @@ async def test_attempts_that_ended_with_retry_after_count(guarded: bool) -> None
 
     async with harness_of(charges, guarded=guarded) as harness:
         await harness.publish(Placed())
-        [letter] = harness.dead_letters
+        [given_up] = harness.dead_letters
 
-    assert letter.attempts == MAX_ATTEMPTS
+    assert given_up.attempts == MAX_ATTEMPTS
 
 
 async def test_an_event_that_waits_for_longer_than_its_record_is_kept_is_given_up_nevertheless() -> None:
@@ -476,7 +476,9 @@ def test_rules_lose_no_event(
                 "discarded" if discarded_error(record.result) is not None else record.status.value for record in records
             )
             assert ends["completed"] == len(charges.charged) == len(set(charges.charged))
-            assert ends["failed"] == len({letter.headers["idempotency-dlq-record"] for letter in harness.dead_letters})
+            assert ends["failed"] == len(
+                {given_up.headers["idempotency-dlq-record"] for given_up in harness.dead_letters}
+            )
             assert ends["completed"] + ends["failed"] + ends["discarded"] == len(planned)
             assert _committed(harness) == len(planned)
 
