@@ -116,6 +116,6 @@ def test_something_else_than_a_rule_is_refused(failures: list[object]) -> None:
     with pytest.raises(ApplicationError, match="takes a list of rules"):
         EventRouter(failures=failures)  # type: ignore[arg-type]
     with pytest.raises(ApplicationError, match="takes a list of rules"):
-        EventRouter().on(OrderPlaced, failures=failures)  # type: ignore[call-overload]
+        EventRouter().on(OrderPlaced, failures=failures)  # type: ignore[arg-type]
     with pytest.raises(ApplicationError, match="takes a list of rules"):
         EventDispatcher(EventRouter(), failures=failures)  # type: ignore[arg-type]
