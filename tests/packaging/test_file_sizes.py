@@ -21,6 +21,7 @@ LONGER: Final = {
     "stores/memory.py": "a whole store, which authors of other stores read from top to bottom",
     "stores/redis/codec.py": "the record format: how it is written and how it is read must be compared",
     "stores/sql/repository.py": "the Protocol of a store, and the subclass that works in the caller's transaction",
+    "telemetry/__init__.py": "the Protocol of observers, with the signals and phases that it names",
     "worker/consumer.py": "the life of one service, from the first connection to the last commit",
 }
 """Modules of `integr8s_idem/` beyond the limit, each with its reason."""
