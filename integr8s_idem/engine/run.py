@@ -470,7 +470,7 @@ class Run(ActiveRun):
     async def _discard(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded:
         client, work, reserved = self._services.client, self.work, lease.reservation
         completion, began_at = client.discarded(reserved, describe_error(error), work.ttl), monotonic()
-        with self._services.observer.phase(Phase.COMPLETE, work.event_type):
+        with self._services.observer.phase(Phase.COMPLETE, work.event_type, handler=work.handler):
             try:
                 await client.write_outcome(work, completion, lease.deadline, self.options.wait_for_store)
             except ResultNotStoredError:

@@ -77,14 +77,14 @@ class HandlerExecution:
     This class is unguarded and counts attempts in memory.
     """
 
-    __slots__ = ("_failed_together", "_own_cancellations", "_tries", "event", "generation", "handler")
+    __slots__ = ("_failed_together", "_tries", "event", "generation", "handler", "own_cancellations")
 
     def __init__(self, handler: EventHandler, event: BaseEvent, generation: int = 0) -> None:
         """`generation` is the number of replays of the event."""
         self.handler = handler
         self.event = event
         self.generation = generation
-        self._own_cancellations = 0
+        self.own_cancellations = 0
         self._tries = 0
         self._failed_together = False
 
@@ -117,10 +117,10 @@ class HandlerExecution:
 
     def note_own_cancellation(self) -> int:
         """Note that its handler has cancelled its own task, which is a failure; return how many times it has."""
-        self._own_cancellations += 1
-        return self._own_cancellations
+        self.own_cancellations += 1
+        return self.own_cancellations
 
-    def _refuse_if_given_up(self, number: int) -> None:
+    def refuse_if_given_up(self, number: int) -> None:
         """Raise an error, which ends the attempts, if the handler has cancelled its own task and may not run again.
 
         A run that is cancelled releases its key.  Only the next attempt can record that the work has failed.
@@ -147,8 +147,6 @@ class HandlerExecution:
         attempt = Attempt(key, self._tries, 0, float("inf"), self.label, self.generation)
         try:
             with handler.observer.phase(Phase.HANDLE, self.event.event_type, attempt=self._tries, handler=handler.name):
-                if self._own_cancellations:
-                    self._refuse_if_given_up(self._tries)
                 value = await handler.work(self, attempt, patient=wait_for_store is not None)
         except Exception as error:  # noqa: BLE001  # returned as the outcome
             return self._failed(error)
@@ -184,7 +182,7 @@ class GuardedExecution(HandlerExecution):
         self.handler = handler
         self.event = event
         self.generation = generation
-        self._own_cancellations = 0
+        self.own_cancellations = 0
         key, fingerprint = handler.resolver.resolve(handler.name, event, generation)
         if handler.hides_keys:
             key = key.hidden()
@@ -259,19 +257,15 @@ class GuardedExecution(HandlerExecution):
 
     def call(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
         """Run the handler; raise an error if the broker does not accept its events."""
-        if self._own_cancellations:
-            self._refuse_if_given_up(attempt.number)
         return self.handler.work(self, attempt)
 
     def call_patiently(self, attempt: Attempt) -> Coroutine[Any, Any, Any]:
         """Run the handler, and retry until the broker accepts its events."""
-        if self._own_cancellations:
-            self._refuse_if_given_up(attempt.number)
         return self.handler.work(self, attempt, patient=True)
 
     async def _with_writer(self, attempt: Attempt, writer: OutcomeWriter) -> Any:
-        if self._own_cancellations:
-            self._refuse_if_given_up(attempt.number)
+        if self.own_cancellations:
+            self.refuse_if_given_up(attempt.number)
         return await self.handler.work_with_writer(self.event, attempt, writer)
 
     async def run(self) -> Any:
@@ -338,6 +332,8 @@ class EventHandler:
 
     async def work(self, execution: HandlerExecution, attempt: Attempt, *, patient: bool = False) -> Any:
         """Run the handler, close its scope, and publish its outgoing events."""
+        if execution.own_cancellations:
+            execution.refuse_if_given_up(attempt.number)
         event, outgoing = execution.event, Outgoing()
         if self._collector is not None:
             member = Member(event, attempt, outgoing, run_of(attempt), execution.note_failed_together)

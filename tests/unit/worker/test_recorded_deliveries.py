@@ -13,6 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 
 from integr8s_idem.errors import PermanentError, PublishError
+from integr8s_idem.failures import discard
 from integr8s_idem.handlers.dispatcher import EventDispatcher, EventRouter, IdempotentEventDispatcher
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.telemetry import SILENT, Observer, Phase, ReceivedMessage, Signal, SilentObserver
@@ -107,6 +108,20 @@ async def test_a_delivery_to_one_handler_and_its_dead_letter_name_it() -> None:
     spans = recorder.spans()
     assert spans.one(PROCESS).attributes["idempotency.handler"] == "handle"
     assert spans.one("idempotency.fail").attributes["idempotency.handler"] == "handle"
+
+
+@virtual_time
+async def test_each_phase_of_a_discarded_delivery_names_its_handler() -> None:
+    recorder, depot, broker = SpanRecorder(), Depot(errors={0: [KeyError("address")]}), sent(1)
+    router = EventRouter(failures=[discard(KeyError)])
+    router.on(ParcelSent, name="handle")(depot.handle)
+    here = guarded(observer=recorder.observer("billing"))
+
+    async with running(IdempotentEventDispatcher(router, here.manager), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    phases = [recorder.spans().one(f"idempotency.{name}") for name in ("reserve", "handle", "complete")]
+    assert [span.attributes.get("idempotency.handler") for span in phases] == ["handle"] * 3
 
 
 @virtual_time
