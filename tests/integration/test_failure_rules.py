@@ -73,6 +73,7 @@ async def stopped(worker: WorkerInTest) -> ServiceStoppedError:
     return caught.value
 
 
+@pytest.mark.scenario(137)
 async def test_a_redelivery_of_a_discarded_event_is_a_duplicate(shop: Shop) -> None:
     ledger, router = Ledger(shop, "0"), EventRouter(failures=[discard(LedgerCorruptError)])
     router.on(OrderPlaced)(ledger.charge)
@@ -89,6 +90,7 @@ async def test_a_redelivery_of_a_discarded_event_is_a_duplicate(shop: Shop) -> N
     assert await shop.committed() == 4
 
 
+@pytest.mark.scenario(138)
 @pytest.mark.parametrize("batches", [False, True], ids=["single", "batch"])
 @pytest.mark.parametrize("ordering", ["partition", "key", "none"])
 async def test_an_event_that_stops_the_service_is_redelivered_at_the_next_start(
@@ -113,6 +115,7 @@ async def test_an_event_that_stops_the_service_is_redelivered_at_the_next_start(
     assert second.tally.dead_letters == 0
 
 
+@pytest.mark.scenario(138)
 async def test_an_event_is_not_given_up_however_often_it_stops_the_service(shop: Shop) -> None:
     ledger = Ledger(shop, "0")
     await shop.publisher.publish(*orders(1))
@@ -140,6 +143,7 @@ async def test_an_unguarded_service_stops_as_well(shop: Shop) -> None:
     assert shop.charged == ["0", "1", "2"]
 
 
+@pytest.mark.scenario(138)
 async def test_other_services_of_the_process_continue_and_its_exit_status_is_1(
     shop: Shop, kafka: Kafka, topic_prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
