@@ -35,9 +35,7 @@ def _findings(where: str, handler: str, rules: Sequence[FailureRule]) -> Iterato
     yield Finding(Code.FAILURE_RULES, Severity.INFO, where, shown, "", "")
     for rule, earlier in unreachable(rules):
         what = f"{handler}: {rule} comes after {earlier}, which matches the same errors"
-        yield Finding(
-            Code.RULE_UNREACHABLE, Severity.WARNING, where, what, _UNREACHABLE_COST, _UNREACHABLE_REMEDY
-        )
+        yield Finding(Code.RULE_UNREACHABLE, Severity.WARNING, where, what, _UNREACHABLE_COST, _UNREACHABLE_REMEDY)
     for rule in rules:
         if rule.action is FailureAction.DISCARD and Exception in rule.errors:
             what = _DISCARDS_ALL.format(rule=rule, handler=handler)
@@ -54,7 +52,5 @@ def unreachable(rules: Sequence[FailureRule]) -> Iterator[tuple[FailureRule, Fai
             yield rule, next(each for each in earlier if each is not None)
 
 
-def _decides_first(
-    earlier: Sequence[FailureRule], rule: FailureRule, error: type[Exception]
-) -> FailureRule | None:
+def _decides_first(earlier: Sequence[FailureRule], rule: FailureRule, error: type[Exception]) -> FailureRule | None:
     return next((each for each in earlier if each.covers(error, through_causes=rule.through_causes)), None)

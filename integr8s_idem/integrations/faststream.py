@@ -166,8 +166,8 @@ class SubscriberStoppedError(ServiceStoppedError, StopConsume):
 
 
 _NO_BATCHES: Final = (
-    "rules for errors (failures=) do not apply to batches, in which only one message may be the cause: give subscribers "
-    "with batch=True a broker whose IdempotencyMiddleware has no rules"
+    "rules for errors (failures=) do not apply to batches, in which only one message may be the cause: give "
+    "subscribers with batch=True a broker whose IdempotencyMiddleware has no rules"
 )
 
 

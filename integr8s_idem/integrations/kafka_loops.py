@@ -88,8 +88,8 @@ def policy_of(failures: Iterable[FailureRule] | None) -> FailurePolicy | None:
         has_pause = (rule.delay, rule.first_pause, rule.longest_pause) != (None, None, None) or not rule.jitter
         if has_pause:
             raise ApplicationError(
-                f"the rule {rule} has a pause of its own, during which all partitions would wait, until the consumer is "
-                "removed from its group. Write retry() with attempts only, or use the library's worker"
+                f"the rule {rule} has a pause of its own, during which all partitions would wait, until the consumer "
+                "is removed from its group. Write retry() with attempts only, or use the library's worker"
             )
     return FailurePolicy(rules)
 

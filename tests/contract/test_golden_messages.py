@@ -1,6 +1,7 @@
 """Messages of released versions are read by the current code, and the current code writes nothing else.
 
 Dead letters are replayed, and services are deployed and rolled back, while messages of both versions are in the topics.
+No broker takes part: the messages are in memory.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from tests.support.fake_consumer import FakeRecord
 from tests.support.replays import SIGNED
 
 ADVICE: Final = (
-    "Workers of the previous minor version read these messages beside those of this one, and after a rollback.  If they "
-    "ignore the change, list it in READABLE with the reason; otherwise only read the new form now: see CONTRIBUTING.md, "
-    "Formats of records."
+    "Workers of the previous minor version read these messages beside those of this one, and after a rollback.  If "
+    "they ignore the change, list it in READABLE with the reason; otherwise only read the new form now: see "
+    "CONTRIBUTING.md, Formats of records."
 )
 
 READABLE: Final[dict[str, str]] = {}

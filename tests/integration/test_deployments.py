@@ -62,8 +62,8 @@ def orders(*numbers: int) -> list[OrderNow]:
 
 @pytest.mark.scenario(139)
 async def test_duplicates_are_recognized_by_workers_whose_classes_of_the_event_differ(shop: Shop) -> None:
-    settled = 0
-    for step, event in enumerate((OrderBefore, OrderNow, OrderBefore)):
+    settled, versions = 0, list[type[BaseEvent]]([OrderBefore, OrderNow, OrderBefore])
+    for step, event in enumerate(versions):
         worker = await shop.worker(version(shop, event))
         for order in orders(*range(3 * (step + 1))):  # those of the steps before once more, and three new ones
             await shop.deliver(order)

@@ -131,7 +131,9 @@ async def test_rules_decide_about_the_errors_of_a_loop(bench: Bench, caplog: pyt
     await bench.topic.create()
     await bench.topic.put(("a", "withdrawn"), ("b", "invalid"), ("c", "busy"), ("a", "withdrawn"), ("d", "last"))
     errors = {"withdrawn": KeyError("withdrawn"), "invalid": ValueError("invalid")}
-    work = GatedWork(lambda run: OSError("busy") if run.payload == "busy" and run.attempt < 4 else errors.get(run.payload))
+    work = GatedWork(
+        lambda run: OSError("busy") if run.payload == "busy" and run.attempt < 4 else errors.get(run.payload)
+    )
     rules = [discard(KeyError), dead_letter(ValueError), retry(OSError, attempts=5)]
 
     loop = await bench.loop(work, takes_given_up=True, failures=rules, config={"max_attempts": 2})

@@ -276,7 +276,9 @@ async def test_a_loop_refuses_rules_with_pauses_of_their_own(rule: FailureRule) 
 
 
 @pytest.mark.parametrize(("failures", "final"), [(None, False), ([], True)], ids=["no rules", "default rules"])
-async def test_without_rules_a_loop_has_not_even_the_default_ones(failures: list[FailureRule] | None, final: bool) -> None:
+async def test_without_rules_a_loop_has_not_even_the_default_ones(
+    failures: list[FailureRule] | None, final: bool
+) -> None:
     here, given_up = guarded(), list[Exception]()
 
     async def give_up(record: Any, error: Exception) -> None:

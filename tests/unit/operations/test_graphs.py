@@ -456,7 +456,9 @@ def test_json_contains_the_whole_graph() -> None:
     (audit,) = json.loads(printed)["services"]
     assert status == 0
     assert audit["dispatcher"]["is_idempotent"] is False
-    assert audit["handlers"] == [{"event_type": "order_paid", "name": "note_payment", "takes_batches": False, "failures": []}]
+    assert audit["handlers"] == [
+        {"event_type": "order_paid", "name": "note_payment", "takes_batches": False, "failures": []}
+    ]
     assert {part["name"] for scope in audit["scopes"] for part in scope["parts"]} >= {"Audit", "note_payment"}
 
 

@@ -233,8 +233,8 @@ def test_unknown_rules_are_mentioned_where_they_could_change_the_prediction() ->
     unknown = NextDelivery(CONFIG, rules=None)
 
     assert unknown.describe(replace(RELEASED, attempt=5)).endswith(
-        "a failure would be final (max_attempts = 3), unless a rule for the error says otherwise (to see the rules, use "
-        "--app)"
+        "a failure would be final (max_attempts = 3), unless a rule for the error says otherwise (to see the rules, "
+        "use --app)"
     )
     assert unknown.describe(RELEASED) == NextDelivery(CONFIG).describe(RELEASED)
     assert unknown.describe(COMPLETED) == NextDelivery(CONFIG).describe(COMPLETED)
