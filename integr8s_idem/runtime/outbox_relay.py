@@ -30,9 +30,7 @@ NAME: Final = "relay"
 """Name of a relay process in metrics, spans and health."""
 
 
-def make_relay(
-    outbox: OutboxStore, publisher: EventPublisher, kafka: KafkaSettings, observer: Observer
-) -> Relay:
+def make_relay(outbox: OutboxStore, publisher: EventPublisher, kafka: KafkaSettings, observer: Observer) -> Relay:
     """Return a relay, which also publishes the events of other processes."""
     # If the claim expired while a message is being sent, another relay could send a later message of the key first.
     claim_seconds = max(60.0, 3 * kafka.request_timeout_seconds)

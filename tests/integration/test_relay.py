@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,18 +12,16 @@ import pytest
 from sqlalchemy import delete, select, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from integr8s_idem.config import KafkaSettings
-from integr8s_idem.errors import PublishError
 from integr8s_idem.events import Message
 from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, sql_engine
 from integr8s_idem.stores.sql.engine import writing
 from integr8s_idem.stores.sql.outbox import put
 from integr8s_idem.stores.sql.schema import BUCKETS, buckets
 from integr8s_idem.stores.sql.schema import outbox as outbox_table
-from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.relay import Relay
 from tests.support.conditions import eventually
 from tests.support.databases import KINDS, url_of
+from tests.support.outboxes import Broker, relays
 
 MINUTE = timedelta(minutes=1)
 
@@ -39,25 +36,6 @@ async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     await engine.dispose()
 
 
-class Broker(EventPublisher):
-    """Keeps published messages; refuses IDs in `broken`, and all messages while `is_down`."""
-
-    def __init__(self) -> None:
-        super().__init__(KafkaSettings())
-        self.published: list[Message] = []
-        self.broken: set[str] = set()
-        self.is_down = False
-
-    async def send_message(self, message: Message) -> None:
-        await asyncio.sleep(0)
-        if self.is_down or message.event_id in self.broken:
-            raise PublishError(message.topic, "the broker is down")
-        self.published.append(message)
-
-    def ids(self, key: bytes | None = None) -> list[str]:
-        return [one.event_id for one in self.published if key in (None, one.key)]
-
-
 def message(number: int, key: bytes | None = b"k") -> Message:
     headers = (("event_id", b"\xff\x00"),)
     return Message("orders", key, f"body {number}".encode(), headers, f"event-{number}", "order_placed")
@@ -66,18 +44,6 @@ def message(number: int, key: bytes | None = b"k") -> Message:
 async def add_to_outbox(engine: AsyncEngine, *messages: Message) -> None:
     async with writing(engine) as connection:
         await put(connection, messages)
-
-
-@asynccontextmanager
-async def relays(engine: AsyncEngine, *brokers: Broker) -> AsyncIterator[list[SqlOutbox]]:
-    outboxes = [SqlOutbox(engine) for _ in brokers]
-    running = [Relay(box, broker, claim_seconds=60) for box, broker in zip(outboxes, brokers, strict=True)]
-    tasks = [asyncio.create_task(relay.run()) for relay in running]
-    yield outboxes
-    for relay, box in zip(running, outboxes, strict=True):
-        relay.stop()
-        box.notice()
-    await asyncio.gather(*tasks)
 
 
 async def test_messages_are_published_unchanged_in_the_order_of_their_rows(engine: AsyncEngine) -> None:

@@ -32,7 +32,7 @@ async def hear_hints(engine: AsyncEngine, notice: Callable[[], None]) -> None:
         try:
             await _listen(engine, notice)
         except Exception as error:  # noqa: BLE001 -- SQLAlchemy's, asyncpg's or the network's; relays work without hints
-            _log.debug("no notifications of the outbox: %s: %s", type(error).__name__, error)
+            _log.warning("no notifications of the outbox: %s: %s", type(error).__name__, error)
         await asyncio.sleep(_PAUSE_SECONDS)
 
 
@@ -40,9 +40,9 @@ async def _listen(engine: AsyncEngine, notice: Callable[[], None]) -> None:
     """Listen until the connection is lost."""
     lost = asyncio.Event()
     async with engine.connect() as connection:
+        driver: Any = (await connection.get_raw_connection()).driver_connection
         # Give its place in the pool back: those are for the calls of the store.
         await connection.run_sync(Connection.detach)
-        driver: Any = (await connection.get_raw_connection()).driver_connection
         driver.add_termination_listener(lambda _: lost.set())
         await driver.add_listener(CHANNEL, lambda *_: notice())
         notice()  # messages may have been committed before this connection listened
