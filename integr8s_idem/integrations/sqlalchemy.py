@@ -70,7 +70,7 @@ class Outbox:
     @overload
     def __call__(self, held: SyncHeld) -> OutboxBlock: ...
 
-    def __call__(self, held: AsyncHeld | SyncHeld) -> AsyncOutboxBlock | OutboxBlock:
+    def __call__(self, held: Any) -> AsyncOutboxBlock | OutboxBlock:
         """Return a block that writes its events in the current transaction of `held` when it ends without an error.
 
         Nothing is committed: the events exist if and when you commit.  If no transaction has begun, the write begins

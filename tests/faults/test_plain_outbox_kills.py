@@ -96,6 +96,8 @@ class Shop:
             end = (await consumer.end_offsets([here]))[here]
             while await consumer.position(here) < end:
                 message = await consumer.getone()
+                assert message.value is not None
+                assert message.key is not None
                 event = OrderPlaced.model_validate_json(message.value)
                 found.setdefault(message.key.decode(), []).append(event.event_id)
         finally:
@@ -119,7 +121,7 @@ async def shop(request: pytest.FixtureRequest, kafka: Kafka, topic_prefix: str, 
 
 async def count_reaches(shop: Shop, count: int) -> None:
     """Wait until so many orders are committed."""
-    while await shop.count() < count:
+    while await shop.count() < count:  # noqa: ASYNC110  # another process counts
         await asyncio.sleep(0.02)
 
 
@@ -157,9 +159,10 @@ async def test_kills_of_writers_and_of_two_relays_lose_nothing_and_keep_the_orde
         writers = [shop.writer(*KEYS[:2]), shop.writer(*KEYS[2:])]
         relays = [shop.relay(), shop.relay()]
         await count_reaches(shop, before + random.randint(40, 120))
-        while await shop.confirmed() <= confirmed:
+        while await shop.confirmed() <= confirmed:  # noqa: ASYNC110  # another process counts
             await asyncio.sleep(0.02)
-        for process in random.sample([*writers, *relays], 4):
+        processes: list[subprocess.Popen[bytes] | ServiceProcess] = [*writers, *relays]
+        for process in random.sample(processes, 4):
             process.kill()
         for writer in writers:
             writer.wait()

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from sqlalchemy import Connection, create_engine, event, make_url, select, text
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy import Connection, QueuePool, create_engine, event, make_url, select, text
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from integr8s_idem import BaseEvent, IdempotencyManager, Settings
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.errors import ApplicationError, EventTooLargeError, StoreConfigurationError
 from integr8s_idem.integrations.sqlalchemy import Outbox
-from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox, metadata, migrate, sql_engine
-from integr8s_idem.stores.sql import outbox_hints
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox, metadata, migrate, outbox_hints, sql_engine
 from integr8s_idem.stores.sql.schema import outbox as outbox_table
 from tests.support.conditions import eventually
 from tests.support.databases import KINDS, url_of
@@ -58,7 +57,7 @@ ORDER = text("INSERT INTO orders VALUES (1)")
 Transaction = Callable[[AsyncEngine, Sequence[BaseEvent], Exception | None, bool], Awaitable[None]]
 
 
-def publish_all(out: Any, events: Sequence[BaseEvent], error: Exception | None) -> None:
+def publish_all(out: Any, events: Sequence[BaseEvent], error: BaseException | None) -> None:
     for one in events:
         out.publish(one)
     if error is not None:
@@ -195,8 +194,7 @@ async def test_a_block_that_is_cancelled_writes_nothing(engine: AsyncEngine) -> 
     async with AsyncSession(engine) as session:
         with pytest.raises(asyncio.CancelledError):
             async with outbox(session) as out:
-                out.publish(OrderPlaced())
-                raise asyncio.CancelledError
+                publish_all(out, [OrderPlaced()], asyncio.CancelledError())
         await session.commit()
 
     assert await waiting(engine) == []
@@ -218,7 +216,7 @@ async def test_transactions_that_saw_each_other_commit_keep_the_order_of_their_k
                 async with outbox(session) as out:
                     out.publish(OrderPlaced(number=number, aggregate_id=f"order-{key}"))
                 await session.execute(text(f"INSERT INTO orders VALUES ({key})"))
-                await asyncio.sleep(random.random() / 100)  # noqa: S311  # varies which transactions overlap
+                await asyncio.sleep(random.random() / 100)  # varies which transactions overlap
 
     async with relays(engine, *brokers):
         await asyncio.gather(*(write_in_order(key) for key in range(keys)))
@@ -281,9 +279,9 @@ async def test_another_run_of_the_same_work_publishes_the_same_ids(engine: Async
         second = await published_ids(engine, OrderPlaced(number=2))
         published.append(first + second)
         if fails:
-            raise OSError
+            raise OSError("after the commits")
 
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="after the commits"):
         await manager.run("order-7", lambda: place(fails=True))
     await manager.run("order-7", lambda: place(fails=False))
     await manager.run("order-8", lambda: place(fails=False))
@@ -429,6 +427,7 @@ async def test_postgresql_wakes_relays_of_other_processes_at_the_commit(engine: 
 
     await asyncio.wait_for(arriving, 30)
 
+    assert isinstance(engine.pool, QueuePool)
     assert engine.pool.checkedout() == 0, "it has a connection of its own"
     hearing.cancel()
     await asyncio.wait({hearing})

@@ -110,7 +110,7 @@ async def test_a_relay_publishes_until_sigterm_and_serves_metrics_and_health(sho
     relay = shop.relay("--json")
     relay.wait_for_line("publishing the events of the outbox")
 
-    while await shop.waiting():
+    while await shop.waiting():  # noqa: ASYNC110  # another process publishes
         await asyncio.sleep(0.02)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         ready, metrics = await client.get("/readyz"), (await client.get("/metrics")).text

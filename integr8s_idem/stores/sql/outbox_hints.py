@@ -26,7 +26,7 @@ def has_hints(engine: AsyncEngine) -> bool:
 async def hear_hints(engine: AsyncEngine, notice: Callable[[], None]) -> None:
     """Call `notice` when a transaction of any process has committed messages, until cancelled.
 
-    It has a connection of its own.  While there is none, for example because the server is restarting, nothing is heard.
+    It has a connection of its own.  While there is none, as during a restart of the server, nothing is heard.
     """
     while True:
         try:
