@@ -237,6 +237,23 @@ async def test_a_bucket_belongs_to_one_relay_until_its_claim_ends(engine: AsyncE
     assert len(await outbox.read(second)) == 2
 
 
+async def test_a_relay_that_stalled_beyond_its_claim_deletes_no_new_message(engine: AsyncEngine) -> None:
+    """SQLite gives the ids of deleted rows to new ones."""
+    outbox = SqlOutbox(engine)
+    await add_to_outbox(engine, message(1))
+    stalled = await outbox.claim(timedelta(0))
+    assert stalled is not None
+    [first] = await outbox.read(stalled)
+    successor = await outbox.claim(MINUTE)
+    assert successor is not None
+    assert await outbox.done(successor, [first.id], timedelta(0))
+    await add_to_outbox(engine, message(2))
+
+    assert not await outbox.done(stalled, [first.id], timedelta(0))
+
+    assert await outbox.count() == 1
+
+
 @pytest.mark.parametrize("engine", ["postgresql", "mysql"], indirect=True)  # SQLite has one writer at a time
 async def test_a_relay_claims_free_buckets_while_another_locks_the_rest(engine: AsyncEngine) -> None:
     await add_to_outbox(engine, *(message(number, f"key-{number}".encode()) for number in range(100)))

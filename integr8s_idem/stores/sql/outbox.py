@@ -107,11 +107,15 @@ class SqlOutbox:
             guarded("done", self._timeout, self._dialect.name),
             writing(self._engine) as connection,
         ):
-            if ids:
+            if ids and not self._dialect.reuses_ids:
                 # These are published, even if another relay owns the bucket by now.
                 await connection.execute(self._delete_rows(sorted(ids)))
             extended = await connection.execute(claimed.values(claimed_until=now + microseconds(length)), times)
-            return bool(extended.rowcount == len(claim.buckets))
+            is_held = bool(extended.rowcount == len(claim.buckets))
+            if ids and is_held and self._dialect.reuses_ids:
+                # Otherwise another relay has deleted them, and new messages may have their ids.
+                await connection.execute(self._delete_rows(sorted(ids)))
+            return is_held
 
     def _update_buckets(self, found: Sequence[int]) -> Update:
         change = update(buckets).where(buckets.c.bucket.in_(found))

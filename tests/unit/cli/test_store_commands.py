@@ -94,7 +94,7 @@ def test_sql_from_the_current_version_is_refused() -> None:
 
     assert refused.exit_code == 2
     assert "cannot migrate the schema from version 4 to 4" in message(refused)
-    assert "use a version from 0 (no tables) to 2" in message(refused)
+    assert "use a version from 0 (no tables) to 3" in message(refused)
 
 
 def test_only_expired_records_are_purged() -> None:
