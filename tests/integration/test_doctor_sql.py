@@ -34,7 +34,7 @@ from integr8s_idem.integrations.dishka import (
 )
 from integr8s_idem.stores.factory import open_store
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox, metadata, migrate, settings_engine, sql_engine
-from integr8s_idem.stores.sql.outbox import put
+from integr8s_idem.stores.sql.outbox_rows import put
 from integr8s_idem.stores.sql.schema import VERSION
 from integr8s_idem.stores.sql.schema import outbox as outbox_table
 from tests.support.doctor import codes, found_in, found_in_store

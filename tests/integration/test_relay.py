@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from integr8s_idem.events import Message
 from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, sql_engine
 from integr8s_idem.stores.sql.engine import writing
-from integr8s_idem.stores.sql.outbox import put
+from integr8s_idem.stores.sql.outbox_rows import put
 from integr8s_idem.stores.sql.schema import BUCKETS, buckets
 from integr8s_idem.stores.sql.schema import outbox as outbox_table
 from integr8s_idem.worker.relay import Relay

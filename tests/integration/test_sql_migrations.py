@@ -29,7 +29,7 @@ from integr8s_idem.stores.sql import (
     writing,
 )
 from integr8s_idem.stores.sql.migrations import MIGRATIONS
-from integr8s_idem.stores.sql.outbox import put
+from integr8s_idem.stores.sql.outbox_rows import put
 from integr8s_idem.stores.sql.schema import VERSION
 from integr8s_idem.stores.sql.schema import store as schema_store
 from integr8s_idem.testing.store_under_test import wish

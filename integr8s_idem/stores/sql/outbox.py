@@ -24,12 +24,10 @@ from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import autocommit, reading, writing
 from integr8s_idem.stores.sql.errors import MIGRATE, guarded
 from integr8s_idem.stores.sql.outbox_hints import has_hints, hear_hints
-from integr8s_idem.stores.sql.outbox_rows import insertion, put, waiting
+from integr8s_idem.stores.sql.outbox_rows import insertion, waiting
 from integr8s_idem.stores.sql.rows import microseconds
 from integr8s_idem.stores.sql.schema import BUCKETS, buckets, outbox
 from integr8s_idem.stores.sql.sqlite_engine import handler_turn
-
-__all__ = ["PAGE", "SqlOutbox", "put"]
 
 PAGE: Final = 500
 """Maximum number of rows that a relay reads at once."""
