@@ -298,6 +298,44 @@ async def test_a_stopped_relay_publishes_pending_messages(engine: AsyncEngine) -
     assert broker.ids() == ["event-1"]
 
 
+async def test_draining_waits_for_the_messages_of_a_dead_relay(engine: AsyncEngine) -> None:
+    broker, outbox = Broker(), SqlOutbox(engine)
+    await add_to_outbox(engine, message(1))
+    assert await outbox.claim(timedelta(seconds=0.5)) is not None  # and it dies here
+
+    is_empty = await Relay(outbox, broker, claim_seconds=60).drain()
+
+    assert is_empty
+    assert broker.ids() == ["event-1"]
+
+
+async def test_draining_ends_when_a_message_cannot_be_published(engine: AsyncEngine) -> None:
+    broker, outbox = Broker(), SqlOutbox(engine)
+    broker.broken = {"event-1"}
+    await add_to_outbox(engine, message(1), message(2), message(3, b"other"))
+    relay = Relay(outbox, broker, claim_seconds=60)
+
+    is_empty = await relay.drain()
+
+    assert not is_empty
+    assert broker.ids() == ["event-3"]
+    assert (relay.published, relay.failures) == (1, 1)
+
+
+async def test_draining_can_be_stopped_while_another_relay_has_the_messages(engine: AsyncEngine) -> None:
+    broker, outbox = Broker(), SqlOutbox(engine)
+    await add_to_outbox(engine, message(1))
+    assert await outbox.claim(MINUTE) is not None
+    relay = Relay(outbox, broker, claim_seconds=60)
+    draining = asyncio.create_task(relay.drain())
+
+    relay.stop()
+    outbox.notice()
+
+    assert not await draining
+    assert broker.ids() == []
+
+
 async def test_messages_can_be_large_and_have_names_in_any_script(engine: AsyncEngine) -> None:
     broker = Broker()
     large = Message(
