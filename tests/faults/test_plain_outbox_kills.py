@@ -138,7 +138,7 @@ async def drain(shop: Shop) -> None:
     assert await shop.waiting() == 0
 
 
-@pytest.mark.scenario(137)
+@pytest.mark.scenario(141)
 async def test_events_of_a_process_killed_after_its_commit_are_published(shop: Shop) -> None:
     writer = shop.writer(*KEYS)
     await count_reaches(shop, 20)
@@ -151,7 +151,7 @@ async def test_events_of_a_process_killed_after_its_commit_are_published(shop: S
     assert await shop.published() == committed
 
 
-@pytest.mark.scenario(138)
+@pytest.mark.scenario(142)
 async def test_kills_of_writers_and_of_two_relays_lose_nothing_and_keep_the_order_of_each_key(shop: Shop) -> None:
     """Duplicates have the id of the event that they repeat, so that its next guard drops them."""
     for _ in range(4):
@@ -174,7 +174,7 @@ async def test_kills_of_writers_and_of_two_relays_lose_nothing_and_keep_the_orde
     assert {key: list(dict.fromkeys(ids)) for key, ids in published.items()} == committed
 
 
-@pytest.mark.scenario(138)
+@pytest.mark.scenario(142)
 async def test_two_relays_at_once_publish_each_event_once(shop: Shop) -> None:
     relays = [shop.relay(), shop.relay()]
     for relay in relays:

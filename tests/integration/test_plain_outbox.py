@@ -150,7 +150,7 @@ async def test_events_of_a_committed_transaction_are_published(engine: AsyncEngi
     assert sent.metadata.service_name == "shop"
 
 
-@pytest.mark.scenario(139)
+@pytest.mark.scenario(143)
 @pytest.mark.parametrize("transaction", TRANSACTIONS)
 async def test_a_transaction_that_is_rolled_back_publishes_nothing(
     engine: AsyncEngine, transaction: Transaction
@@ -160,7 +160,7 @@ async def test_a_transaction_that_is_rolled_back_publishes_nothing(
     assert await waiting(engine) == []
 
 
-@pytest.mark.scenario(139)
+@pytest.mark.scenario(143)
 @pytest.mark.parametrize("transaction", TRANSACTIONS)
 async def test_a_block_that_raises_an_error_writes_nothing_even_if_its_transaction_commits(
     engine: AsyncEngine, transaction: Transaction

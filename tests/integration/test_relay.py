@@ -237,7 +237,7 @@ async def test_a_bucket_belongs_to_one_relay_until_its_claim_ends(engine: AsyncE
     assert len(await outbox.read(second)) == 2
 
 
-@pytest.mark.scenario(140)
+@pytest.mark.scenario(144)
 async def test_a_relay_that_stalled_beyond_its_claim_deletes_no_new_message(engine: AsyncEngine) -> None:
     """SQLite gives the ids of deleted rows to new ones."""
     outbox = SqlOutbox(engine)
