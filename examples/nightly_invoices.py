@@ -1,7 +1,7 @@
 """A nightly job that writes invoices and publishes an event for each, in one transaction, by an outbox.
 
-`python -m examples.nightly_invoices` rolls back one run of the job and commits two, as if it had been started twice, on a
-SQLite file and an embedded Kafka; each invoice is mailed once.  Needs the extras `embedded` and `sql`.
+`python -m examples.nightly_invoices` rolls back one run of the job and commits two, as if it had been started twice, on
+a SQLite file and an embedded Kafka; each invoice is mailed once.  Needs the extras `embedded` and `sql`.
 """
 
 from __future__ import annotations
