@@ -190,8 +190,8 @@ PROBLEMS: Final = Row(
     (
         per_minute(
             "Dead letters",
-            "Dead-lettered messages by reason. List them with integr8s-idem dlq list, fix the cause, and replay them "
-            "with integr8s-idem dlq replay: docs/how-to/replay-a-dead-letter.md. "
+            "Dead-lettered messages by reason. List them with integr8s-idem dlq list --group, fix the cause, and "
+            "replay them with integr8s-idem dlq replay: docs/how-to/replay-a-dead-letter.md. "
             f"See IdempotencyDeadLetters in {GUIDE}.",
             "dead_letters",
             legend="{{service}} {{reason}}",
