@@ -101,7 +101,9 @@ class Handled:
 
 def journal_of(file: Path) -> list[Handled]:
     """Read the journal so far."""
-    rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+    # The last line may not be complete.
+    text = file.read_text().rpartition("\n")[0] if file.exists() else ""
+    rows = [line.split() for line in text.splitlines()]
     return [Handled(int(row[0]), float(row[1]), float(row[2]), int(row[3])) for row in rows]
 
 

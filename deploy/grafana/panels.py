@@ -376,6 +376,13 @@ STATE: Final = Row(
             "is handled, handlers hang: set handler_timeout_seconds.",
         ),
         Panel(
+            "Waiting for a limit",
+            (Query(f"sum by (service) (idempotency_limit_waiting{SELECTED})"),),
+            "Events that wait because at_most events with the same value of their handler's limit_by field are being "
+            "handled. Near max_in_flight: one value fills the buffer, and others wait with it; raise max_in_flight. "
+            "No line: no handler has a limit.",
+        ),
+        Panel(
             "Active keys",
             # Every worker reports the same keys of the store, so they must not be summed.
             (Query(f"max by (service) (idempotency_keys_active{SELECTED})"),),

@@ -160,6 +160,7 @@ class Gauge(str, Enum):
     OUTBOX_WAITING = "idempotency_outbox_waiting"
     EVENT_LOOP_LAG = "idempotency_event_loop_lag_seconds"
     NATIVE_CODE = "idempotency_native_code"
+    LIMIT_WAITING = "idempotency_limit_waiting"
 
 
 class Span(Protocol):

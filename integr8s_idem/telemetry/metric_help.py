@@ -50,5 +50,6 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Gauge.STORE_UP: "1 while the store is available, otherwise 0.",
     Gauge.OUTBOX_WAITING: "Events of committed transactions that are not published yet.",
     Gauge.EVENT_LOOP_LAG: "Delay of the event loop in seconds.",
+    Gauge.LIMIT_WAITING: "Events that wait because enough with the same value of a field are being handled (limit_by).",
     Gauge.NATIVE_CODE: "1 if the process uses the native code of integr8s-idem-speedups, otherwise 0.",
 }

@@ -111,6 +111,8 @@ def unfinished(worker: ServiceWorker) -> dict[str, object]:
         "batches": pipeline._batches,
         "lanes": len(pipeline._lanes),
         "ahead": len(pipeline._ahead._prepared),
+        "limited": len(pipeline._limits or ()),
+        "waiting for a limit": pipeline._limits.waiting if pipeline._limits is not None else 0,
         "in flight": backpressure.in_flight,
         "bytes": backpressure._bytes,
         "slots taken": worker._service.concurrency - pipeline._slots.free,
