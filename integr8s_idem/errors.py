@@ -209,7 +209,7 @@ class ServiceStoppedError(IdempotencyError):
 
 @_with_fields
 class MemberFencedError(IdempotencyError):
-    """Another worker has joined the consumer group with the same `group_instance_id`, and has the partitions now."""
+    """Another worker has joined the consumer group with the same `group_instance_id`."""
 
     group: str
     instance_id: str
