@@ -6,6 +6,7 @@ If this fails, the client can fence stale members: reconsider decision 87.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
@@ -24,7 +25,7 @@ async def eventually_committed(kafka: Kafka, group: str, at: TopicPartition, off
     await admin.start()
     try:
         async with asyncio.timeout(30):
-            while (await admin.list_consumer_group_offsets(group))[at].offset != offset:
+            while (await admin.list_consumer_group_offsets(group))[at].offset != offset:  # noqa: ASYNC110  # no event
                 await asyncio.sleep(0.1)
     finally:
         await admin.close()
@@ -41,11 +42,11 @@ async def test_a_transaction_commits_offsets_of_a_partition_that_another_member_
     producer = AIOKafkaProducer(bootstrap_servers=kafka.bootstrap, transactional_id=f"{topic_prefix}stale")
     await stale.start()
     await producer.start()
-    owner = None
+    owner: Any = None
     try:
         assert stale.assignment() == {at}
         # Its membership ends without its knowledge, as after a long pause of the process.
-        coordinator = stale._coordinator
+        coordinator: Any = stale._coordinator
         await coordinator._stop_heartbeat_task()
         async with producer.transaction():
             await producer.send_offsets_to_transaction({at: 1}, group)
@@ -59,10 +60,10 @@ async def test_a_transaction_commits_offsets_of_a_partition_that_another_member_
         async with producer.transaction():
             await producer.send_offsets_to_transaction({at: 10}, group)
 
-
         # The broker applies the offsets of a transaction some time after it has committed it.
         await eventually_committed(kafka, group, at, 10)
     finally:
-        for client in (owner, stale, producer):
+        clients: tuple[Any, ...] = (owner, stale, producer)
+        for client in clients:
             if client is not None:
                 await client.stop()

@@ -210,7 +210,7 @@ async def test_a_lane_goes_on_when_its_event_gets_its_place() -> None:
 @virtual_time
 async def test_an_event_that_waits_for_its_retry_gives_up_its_place(ordering: str) -> None:
     desk, broker = Desk(errors=[0]), paid(["ada"] * 6, partitions=2)
-    pause = {"retry_initial_seconds": 600, "retry_max_seconds": 600}
+    pause: dict[str, Any] = {"retry_initial_seconds": 600, "retry_max_seconds": 600}
     random.seed(1)
 
     dispatcher = limited(desk.handle, guarded(), at_most=1)
@@ -339,7 +339,7 @@ async def test_a_stopped_worker_leaves_waiting_events_to_the_next_one() -> None:
     [
         ({"limit_by": "customer"}, "belong together"),
         ({"at_most": 2}, "belong together"),
-        ({"limit_by": "costumer", "at_most": 2}, "no such field"),
+        ({"limit_by": "client", "at_most": 2}, "no such field"),
         ({"limit_by": "customer", "at_most": 0}, "at least 1"),
     ],
 )
