@@ -218,7 +218,7 @@ class MemberFencedError(IdempotencyError):
         return (
             f"another worker has joined the consumer group {self.group} with the id {self.instance_id}, and has the "
             "partitions of this one. Two running workers must not share an id: check [kafka] group_instance_id, and "
-            "how many workers run on this host"
+            "how many workers run on this host."
         )
 
 
