@@ -163,6 +163,7 @@ class Gauge(str, Enum):
     OUTBOX_AGE = "idempotency_outbox_age_seconds"
     EVENT_LOOP_LAG = "idempotency_event_loop_lag_seconds"
     NATIVE_CODE = "idempotency_native_code"
+    LIMIT_WAITING = "idempotency_limit_waiting"
 
 
 class Span(Protocol):
