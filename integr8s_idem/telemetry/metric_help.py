@@ -51,4 +51,5 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Gauge.OUTBOX_WAITING: "Events of committed transactions that are not published yet.",
     Gauge.EVENT_LOOP_LAG: "Delay of the event loop in seconds.",
     Gauge.NATIVE_CODE: "1 if the process uses the native code of integr8s-idem-speedups, otherwise 0.",
+    Gauge.OBSERVE_TTL: "How long a service in observe mode keeps records, in seconds; absent in other services.",
 }

@@ -56,9 +56,9 @@ LAST_GRACE: Final = 5.0
 
 
 def _ping_of(dispatcher: EventDispatcher) -> Callable[[], Awaitable[StoreHealth]] | None:
-    """Return a function that checks the store and the outbox; `None` for a service without a store."""
+    """Return a function that checks the store and the outbox; `None` for a service that does not wait for a store."""
     manager, outbox = dispatcher.manager, dispatcher.outbox
-    if manager is None:
+    if manager is None or not dispatcher.waits_for_store:
         return None
     repository = manager.measured_repository
 
