@@ -69,6 +69,8 @@ class WorkObserver:
         self._client = manager.executor.client
         self._observer = manager.observer
         self._records = Coalescer(manager.measured_repository.get)
+        self._ending: dict[tuple[str, int], asyncio.Task[None]] = {}
+        """Tasks that record the end of work, by its key and generation."""
         self._waiting = 0
         self._blind_until = float("-inf")
         """When to ask the store again, by the event loop's clock."""
@@ -93,9 +95,27 @@ class WorkObserver:
         """Report an observation."""
         self._observer.observed(event_type, observation)
 
-    def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def in_background(self, part: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a part of an observation in a task, for which the manager waits when it is closed."""
-        return self._client.in_background(work)
+        return self._client.in_background(part)
+
+    def ending(self, work: Work) -> asyncio.Task[None] | None:
+        """Return the task that records the end of other work with the same key in this process, if there is one.
+
+        A duplicate that comes before that is recorded is not concurrent.
+        """
+        return self._ending.get((work.key.text, work.key.generation))
+
+    def note_ending(self, work: Work, task: asyncio.Task[None]) -> None:
+        """Note the task that records the end of `work`."""
+        key = work.key.text, work.key.generation
+        self._ending[key] = task
+
+        def forget(ended: asyncio.Task[None]) -> None:
+            if self._ending.get(key) is ended:
+                del self._ending[key]
+
+        task.add_done_callback(forget)
 
     # Requests to the store.
 
@@ -191,14 +211,17 @@ class ObservedWork:
 
     def begin(self) -> None:
         """Note that an attempt begins."""
-        self._last = self._observer.in_background(self._begin(self._last))
+        before = self._last, self._observer.ending(self._work)
+        self._last = self._observer.in_background(self._begin(*before))
 
     def end(self, *, is_done: bool) -> None:
         """Note that the attempt has ended: the work is done, or may be tried again."""
         self._last = self._observer.in_background(self._end(self._last, is_done))
+        self._observer.note_ending(self._work, self._last)
 
-    async def _begin(self, last: asyncio.Task[None] | None) -> None:
+    async def _begin(self, last: asyncio.Task[None] | None, other: asyncio.Task[None] | None) -> None:
         await _ended(last)
+        await _ended(other)
         if self._is_duplicate:
             return
         self._lease, observation = await self._observer.ask(self._work, self._place)
