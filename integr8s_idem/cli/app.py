@@ -44,6 +44,7 @@ from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.handlers.failure_settings import check_failures
 from integr8s_idem.runtime import Platform
 from integr8s_idem.runtime.key_warnings import key_warnings
+from integr8s_idem.runtime.observe_mode import mode_warnings
 from integr8s_idem.telemetry.setup import check_exporter
 
 app = typer.Typer(
@@ -166,6 +167,7 @@ def _check(file: Path | None, platform: Platform | None) -> tuple[Sequence[Setti
     warnings = settings_warnings(settings, platform.services if platform else [])
     if platform is not None:
         warnings += key_warnings(platform, settings)
+        warnings += mode_warnings(platform, settings)
     import_from_here()
     failures = check_failures(settings, platform.services if platform else None)
     return [*_missing_extras(settings), *failures], warnings

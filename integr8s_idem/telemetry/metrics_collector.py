@@ -54,7 +54,7 @@ class MetricsCollector:
         yield families.phases
         yield families.processing
         for metric, family in families.conventions.items():
-            # Those of messaging and of observe mode are optional; their names are reserved, but not listed without a series.
+            # Those of messaging and of observe mode are optional: reserved names, listed only with series.
             if family.samples or metric is DATABASE_OPERATIONS or not services:
                 family.samples = [*map(_without_empty_labels, family.samples)]
                 yield family

@@ -23,6 +23,7 @@ from integr8s_idem.config import KafkaSettings, ReplaySettings, ServiceSettings
 from integr8s_idem.errors import ApplicationError, BrokerUnavailableError, StoreUnavailableError
 from integr8s_idem.events import EventDecoder, event_type_of, read_json
 from integr8s_idem.handlers.dispatcher import EventDispatcher
+from integr8s_idem.handlers.observing_dispatcher import ObservingEventDispatcher
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.worker.assignments import Assignment, Delivery
@@ -182,6 +183,8 @@ class ServiceWorker:
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._joined = False
+        observes = isinstance(dispatcher, ObservingEventDispatcher)
+        self._mode = "only observes: duplicates are handled, and counted" if observes else ""
         self._phase = "starting"
         self._reason = ""
 
@@ -233,7 +236,7 @@ class ServiceWorker:
     def _why(self) -> str:
         # The broker's reason first, since the store's reason ends with a reference to its documentation.
         broker = self._reason or (self._poller.reason if self._poller is not None else "")
-        return "; ".join(reason for reason in (broker, self._circuit.reason) if reason)
+        return "; ".join(reason for reason in (broker, self._circuit.reason, self._mode) if reason)
 
     @property
     def _longest_poll(self) -> float:

@@ -298,8 +298,10 @@ class Explainer:
     def _next_delivery(self, parsed: ParsedKey, config: IdempotencyConfig) -> NextDelivery:
         # The source of a hashed key is unknown; most are keys of events.
         by_worker = bool(parsed.source or parsed.digest)
-        isolates = by_worker and self._settings.service(parsed.scope).isolation_share > 0
-        return NextDelivery(config, by_worker=by_worker, isolates=isolates)
+        service = self._settings.service(parsed.scope)
+        isolates = by_worker and service.isolation_share > 0
+        observes = by_worker and service.mode == "observe"
+        return NextDelivery(config, by_worker=by_worker, isolates=isolates, observes=observes)
 
     def _missing(self, service: str, handler: str, event_type: str, key: str) -> MissingRecord:
         return MissingRecord(service, handler, event_type, key, NextDelivery(self._config(service)).describe(None))

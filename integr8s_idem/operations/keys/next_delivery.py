@@ -26,6 +26,8 @@ class NextDelivery:
     """Whether a worker delivers events; otherwise a caller passes its own key."""
     isolates: bool = False
     """Whether the worker runs events that may have crashed a process alone."""
+    observes: bool = False
+    """Whether the service runs all deliveries, and only counts duplicates."""
 
     def describe(
         self,
@@ -40,6 +42,8 @@ class NextDelivery:
             offered: Fingerprint of the delivery's payload, if known.
             replayed: The newest later generation of the same work and its record, if any.
         """
+        if self.observes:
+            return "would be handled: the service only observes (mode = observe)"
         if found is None:
             return f"would be handled, as attempt 1 of at most {self.config.max_attempts}{self._blocks()}"
         if isinstance(found, Corrupt):
