@@ -24,6 +24,7 @@ from integr8s_idem.cli.errors_command import errors_command
 from integr8s_idem.cli.graph_command import graph_command
 from integr8s_idem.cli.keys_commands import keys_app
 from integr8s_idem.cli.new_command import new_command
+from integr8s_idem.cli.observe_command import observe_command
 from integr8s_idem.cli.output import echo, write_error, write_text
 from integr8s_idem.cli.processes import (
     Processes,
@@ -62,6 +63,7 @@ app.command("doctor", cls=DoctorCommand)(doctor_command)
 app.command("errors")(errors_command)
 app.command("graph")(graph_command)
 app.command("top")(top_command)
+app.command("observe")(observe_command)
 app.command("new")(new_command)
 
 Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The platform, such as billing.workers:platform.")]

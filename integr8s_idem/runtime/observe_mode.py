@@ -36,7 +36,7 @@ def why_not_observing(settings: Settings, service: str, dispatcher: EventDispatc
     """Return why a service does not observe although its settings say so; empty if it does as they say."""
     if not only_observes(settings, service) or isinstance(dispatcher, ObservingEventDispatcher):
         return ""
-    return f"{_OVERRIDDEN}its container provides a {type(dispatcher).__name__}"
+    return f"{_OVERRIDDEN}the dispatcher in its container is of type {type(dispatcher).__name__}"
 
 
 def mode_warnings(platform: Platform, settings: Settings) -> list[SettingsMistake]:

@@ -334,9 +334,7 @@ async def test_a_result_that_was_only_observed_is_replayed_as_none() -> None:
 
     [record] = [record async for record in here.store.scan("")]
     assert record.settled_at is not None
-    completed = Completed(
-        key=record.key, attempt=record.attempt, completed_at=record.settled_at, result=record.result
-    )
+    completed = Completed(key=record.key, attempt=record.attempt, completed_at=record.settled_at, result=record.result)
     assert record.result is not None
     assert record.result.body == b"parcel_sent[0]@0"
     assert record.key == key_of(here, 0)
