@@ -170,7 +170,8 @@ async def test_all_kinds_of_duplicates_run_and_are_reported(consumer: Consumer) 
     assert (seen.count(Observed.REPUBLISHED), seen.count(Observed.CONCURRENT), seen.other_payloads) == (5, 1, 2)
     assert len(consumer.handled) == 6
     assert (seen.count(Observed.FAILED), seen.count(Observed.UNRECORDED)) == (0, 0)
-    assert (seen.ttl_seconds, seen.gap_of(0.999)) == (7_200, pytest.approx(60, abs=59))
+    assert seen.ttl_seconds == 7_200
+    assert seen.gap_of(0.999) in (1, 10, 60)
 
 
 async def test_the_command_prints_the_report_and_fails_if_nothing_observes(consumer: Consumer) -> None:
@@ -210,7 +211,7 @@ async def test_an_outage_of_redis_neither_pauses_nor_delays_handlers(
     async with consumer.running("observe") as worker:
         await consumer.publish(*orders(10))
         await worker.until(lambda seen: seen.count(Observed.FIRST) == 10)
-        own_redis.stop()
+        own_redis.kill()
         await consumer.publish(*orders(500, first=10))
         await eventually(lambda: len(consumer.handled) == 510, within=10, state=worker.group.reports)
         assert worker.report.state == "running"
@@ -226,7 +227,7 @@ async def test_an_outage_of_redis_neither_pauses_nor_delays_handlers(
 
         async with asyncio.timeout(60):
             while not await observed_again():
-                await asyncio.sleep(0.2)
+                await asyncio.wait({worker.task}, timeout=0.2)
 
     assert lost.count(Observed.FAILED) == 500
     assert sorted(consumer.handled)[:510] == list(range(510))
@@ -250,7 +251,7 @@ async def test_a_service_observes_before_redis_is_reachable(
     kafka: Kafka, topic_prefix: str, own_redis: RedisServer
 ) -> None:
     consumer = Consumer(kafka, topic_prefix, own_redis.url)
-    own_redis.stop()
+    own_redis.kill()
     async with consumer.running("observe") as worker:
         await consumer.publish(*orders(3))
         await worker.until(lambda seen: seen.count(Observed.FAILED) == 3)
