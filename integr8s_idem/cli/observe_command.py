@@ -105,7 +105,7 @@ def _gap_lines(service: ServiceObservations) -> Iterator[str]:
         yield "  no duplicates with a known gap yet: nothing can be said about a ttl"
     else:
         median, most = service.gap_of(0.5), service.gap_of(0.9)
-        yield f"  half of them came within {_bound(median)} after the first had ended, 90 % within {_bound(most)}"
+        yield f"  half of them came {_bound(median)} after the first had ended, 90 % {_bound(most)}"
         for share in (0.99, 0.999):
             yield f"  a ttl of {_bound(service.gap_of(share))} would have caught {share * 100:g} % of them"
     if service.ttl_seconds is not None:
@@ -121,7 +121,7 @@ def _bound(seconds: float | None) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return format_duration(timedelta(seconds=seconds))
+    return f"{seconds:g} s" if seconds < 60 else format_duration(timedelta(seconds=seconds))
 
 
 def _percent(part: int, whole: int) -> str:

@@ -147,7 +147,7 @@ def test_the_report_says_what_was_seen_and_that_later_duplicates_are_invisible()
         "  duplicates        100  10.00 % of the deliveries",
     ]
     assert lines[-4:] == [
-        "  half of them came within at most 10 s after the first had ended, 90 % within at most 10 s",
+        "  half of them came at most 10 s after the first had ended, 90 % at most 10 s",
         "  a ttl of at most 10 s would have caught 99 % of them",
         "  a ttl of at most 2 d would have caught 99.9 % of them",
         "  duplicates that come more than 8 d later are invisible: they look new",
