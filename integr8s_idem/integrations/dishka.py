@@ -81,6 +81,9 @@ T = TypeVar("T")
 ServiceName = NewType("ServiceName", str)
 """Name of the service of a container: the scope in keys, the section in the settings, the name in metrics."""
 
+ServiceMode = NewType("ServiceMode", str)
+"""The mode of the service of a container: `enforce` or `observe`.  Read once, for the steps of each handler call."""
+
 
 class TelemetryProvider(Provider):
     """Provides the `Observer` that the manager, publisher, dispatcher and worker of a service share.
@@ -316,9 +319,13 @@ class IdempotentDispatcherProvider(DispatcherProvider):
     def transactions(self, manager: IdempotencyManager) -> TransactionResources:
         return self._transactions.open(manager.repository) if self._transactions is not None else TransactionResources()
 
+    @provide
+    def mode(self, settings: Settings, service: ServiceName) -> ServiceMode:
+        return ServiceMode(settings.service(service).mode)
+
     @provide(scope=Scope.REQUEST)
-    def steps(self, settings: Settings, service: ServiceName, manager: IdempotencyManager) -> Steps:
-        return UnrecordedSteps() if only_observes(settings, service) else manager.steps()
+    def steps(self, manager: IdempotencyManager, mode: ServiceMode) -> Steps:
+        return UnrecordedSteps() if mode == "observe" else manager.steps()
 
     @property
     def is_transactional(self) -> bool:
