@@ -127,7 +127,8 @@ HEALTH: Final = Row(
         stat(
             "Dead letters in 1 h",
             f"round(sum({_NEW_DEAD_LETTERS}) or vector(0))",
-            "Dead-lettered messages. Nothing is lost: read the reason in the headers, fix the cause, and replay them. "
+            "Dead-lettered messages. Nothing is lost: read the reasons with integr8s-idem dlq list, fix the cause, and "
+            "replay them with integr8s-idem dlq replay. "
             f"See IdempotencyDeadLetters in {GUIDE}.",
             NONE_IS_GOOD,
         ),

@@ -173,6 +173,11 @@ class Delivery:
         elif self._processing is not None:
             self._processing.span.fail(error)
 
+    def note_attempt(self, attempt: int) -> None:
+        """Note that an attempt with this number was made."""
+        if self.recorded is not None:
+            self.recorded.attempted(attempt)
+
     def note_dead_letter(self, reason: str, error: BaseException | str, attempts: int) -> None:
         """Note that it was dead-lettered, for a reason from a closed set."""
         if self.recorded is not None:

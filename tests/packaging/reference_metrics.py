@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from integr8s_idem.telemetry import Gauge, Phase, Signal, metric_labels
+from integr8s_idem.telemetry import Gauge, Observed, Phase, Signal, metric_labels
 from integr8s_idem.telemetry.convention_metrics import METRICS, ConventionMetric
 from integr8s_idem.telemetry.merged_metrics import RESTARTS, SUPERVISOR_HELP
 from integr8s_idem.telemetry.metric_help import HELP
 from integr8s_idem.telemetry.metric_series import BUCKETS
 from integr8s_idem.telemetry.metrics_collector import MetricsCollector
+from integr8s_idem.telemetry.observe_metrics import OBSERVE_METRICS, OBSERVED_GAP
 from tests.packaging.markdown import MADE, cell, table
 
 _HEAD: Final = """\
@@ -22,8 +23,8 @@ of the service; `event_type` is empty if it is unknown. In each service, the fir
 {labels} topics have labels of their own; all others share the label `{other}`.
 
 `messaging_*` metrics are exported only with `messaging_metrics = true`. They and `db_client_operation_duration_seconds`
-follow OpenTelemetry's semantic conventions. Buckets of `idempotency_*` histograms have exemplars with the ids of a
-recorded trace, if the scraper asks for the OpenMetrics format.
+follow OpenTelemetry's semantic conventions. Buckets of `idempotency_*` and `messaging_*` histograms have exemplars
+with the ids of a recorded trace, if the scraper asks for the OpenMetrics format.
 """
 
 
@@ -39,6 +40,13 @@ label is left out if it does not apply or is unknown: `error_type` after a succe
 several servers, the topic of a commit of several topics. `db_query_summary` is the method of the store, such as
 `reserve` or `complete`; calls within a transaction of the application are not measured. Those of `messaging_` are
 exported only with `messaging_metrics = true` in `[telemetry]`; with it, an event takes about a tenth more Python calls.
+"""
+
+
+_OBSERVE: Final = """\
+Only services in [observe mode](../how-to/adopt.md) have these. `result` is `first` or `retried` for a delivery that a guard
+would run, `redelivered`, `republished`, `concurrent` or `unknown` for a duplicate, and `failed` if the delivery could not be
+observed. `unrecorded` is counted in addition, if the handler has succeeded and that could not be recorded.
 """
 
 
@@ -58,12 +66,15 @@ def page() -> str:
     lines += [*table(("metric", "labels", "meaning"), [*_histograms()]), "", _EXEMPLARS, ""]
     lines += ["## Metrics of OpenTelemetry's conventions", "", _CONVENTIONS, ""]
     lines += [*table(("metric", "labels", "buckets", "meaning"), [_convention(metric) for metric in METRICS]), ""]
+    lines += ["## Observe mode", "", _OBSERVE, ""]
+    lines += [*table(("metric", "labels", "buckets", "meaning"), [_convention(each) for each in OBSERVE_METRICS]), ""]
     lines += ["## Worker processes", "", _SUPERVISOR, ""]
     of_supervisor = [(f"`{_exported(name)}`", cell(meaning)) for name, meaning in SUPERVISOR_HELP.items()]
     lines += [*table(("metric", "meaning"), of_supervisor), ""]
     lines += ["## Label values", ""]
     values = {
         "phase": [phase.name.lower() for phase in Phase],
+        "result": [result.value for result in Observed],
         "reason": [
             *dict.fromkeys(
                 [
@@ -94,7 +105,8 @@ def _gauge(gauge: Gauge) -> tuple[str, str, str]:
 def _histograms() -> Iterator[tuple[str, str, str]]:
     families: Any = MetricsCollector().describe()
     for family in families:
-        if family.type == "histogram" and family.name.startswith("idempotency_"):
+        is_observed = family.name == OBSERVED_GAP.name
+        if family.type == "histogram" and family.name.startswith("idempotency_") and not is_observed:
             yield f"`{family.name}`", _names(family._labelnames), cell(family.documentation)
 
 
