@@ -132,7 +132,7 @@ class WorkObserver:
             if isinstance(verdict, Reserved):
                 lease = self._executor.reserved(work, verdict, asked_at).lease
             observation = await self._judge(verdict, place)
-        except Exception as error:  # noqa: BLE001  # counted; whatever happens here, the work goes on
+        except Exception as error:  # noqa: BLE001  # counted; the work goes on without it
             self._note_failure(work, error)
             return None, Observation(Observed.FAILED)
         finally:

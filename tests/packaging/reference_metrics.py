@@ -44,9 +44,9 @@ exported only with `messaging_metrics = true` in `[telemetry]`; with it, an even
 
 
 _OBSERVE: Final = """\
-Only services in [observe mode](../how-to/adopt.md) have these. `result` is `first` or `retried` for a delivery that a guard
-would run, `redelivered`, `republished`, `concurrent` or `unknown` for a duplicate, and `failed` if the delivery could not be
-observed. `unrecorded` is counted in addition, if the handler has succeeded and that could not be recorded.
+Only services in [observe mode](../how-to/adopt.md) have these. `result` is `first` or `retried` for a delivery that a
+guard would run, `redelivered`, `republished`, `concurrent` or `unknown` for a duplicate, and `failed` if the delivery
+could not be observed. `unrecorded` is counted in addition, if the handler has succeeded and that could not be recorded.
 """
 
 
