@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Final
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
+from integr8s_idem.engine.results import observed_place
 from integr8s_idem.engine.work import SUSPECT_AFTER, is_crash_limit_reached
 from integr8s_idem.operations.keys.record_state import Lease, RecordState
 from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus, is_other_payload
@@ -112,6 +113,8 @@ def _completed(state: RecordState) -> str:
     record = state.record
     if state.discarded is not None:
         answer = "recognized as a duplicate of an event that was discarded"
+    elif (place := observed_place(record.result)) is not None:
+        answer = f"recognized as a duplicate of {place}, whose handling was only observed"
     elif record.result_dropped:
         answer = "recognized as a duplicate; requesting the result raises ResultDroppedError"
     elif record.result is None:

@@ -188,6 +188,7 @@ async def test_failed_observations_are_counted_and_logged_once_for_each_outage(
 
     await here.manager.close()
     assert results(here) == {Observed.FAILED: 20, Observed.FIRST: 1}
+    assert here.store.calls["reserve"] < 10, "the store is not asked for every event while it does not answer"
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
