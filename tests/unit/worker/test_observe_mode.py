@@ -174,22 +174,25 @@ async def test_observations_beyond_the_limit_are_counted_as_failed(monkeypatch: 
 async def test_failed_observations_are_counted_and_logged_once_for_each_outage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    here, depot, broker = guarded(), Depot(), sent(20)
+    here, depot, broker = guarded(), Depot(), FakeBroker()
+    broker.logs[TOPIC] = []
     here.store.refusal = StoreConfigurationError("reserve", "no permission")
-    here.store.down.add("reserve")
 
     with caplog.at_level(logging.INFO, observed_work.logger.name):
         async with running(observing(depot, here), broker) as worker:
-            await worker.until(lambda: all_committed(worker))
-            await asyncio.sleep(observed_work.BLIND_SECONDS)
-            here.store.down.clear()
-            broker.publish(ParcelSent(number=20))
-            await worker.until(lambda: all_committed(worker))
+            for outage in range(2):
+                here.store.down.add("reserve")
+                broker.publish(*[ParcelSent(number=outage) for _ in range(20)])
+                await worker.until(lambda: all_committed(worker))
+                await asyncio.sleep(observed_work.BLIND_SECONDS)
+                here.store.down.clear()
+                broker.publish(ParcelSent(number=outage))
+                await worker.until(lambda: all_committed(worker))
 
     await here.manager.close()
-    assert results(here) == {Observed.FAILED: 20, Observed.FIRST: 1}
-    assert here.store.calls["reserve"] < 10, "the store is not asked for every event while it does not answer"
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert results(here) == {Observed.FAILED: 40, Observed.FIRST: 2}
+    assert here.store.calls["reserve"] < 20, "the store is not asked for every event while it does not answer"
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
 
 
 @virtual_time
