@@ -196,15 +196,13 @@ class WorkObserver:
 class ObservedWork:
     """One unit of work whose attempts are observed, in order, by tasks of their own."""
 
-    __slots__ = ("_is_duplicate", "_is_noted", "_last", "_lease", "_observer", "_place", "_work")
+    __slots__ = ("_is_noted", "_last", "_lease", "_observer", "_place", "_work")
 
     def __init__(self, observer: WorkObserver, work: Work, place: Place | None) -> None:
         self._observer = observer
         self._work = work
         self._place = place
         self._lease: HeldLease | None = None
-        self._is_duplicate = False
-        """Whether the key belongs to other work, so that no attempt is recorded."""
         self._is_noted = False
         """Whether the work has been counted."""
         self._last: asyncio.Task[None] | None = None
@@ -222,10 +220,7 @@ class ObservedWork:
     async def _begin(self, last: asyncio.Task[None] | None, other: asyncio.Task[None] | None) -> None:
         await _ended(last)
         await _ended(other)
-        if self._is_duplicate:
-            return
         self._lease, observation = await self._observer.ask(self._work, self._place)
-        self._is_duplicate = self._lease is None and observation.result is not Observed.FAILED
         if observation.result is Observed.FAILED or not self._is_noted:
             self._is_noted |= observation.result is not Observed.FAILED
             self._observer.note(self._work.event_type, observation)

@@ -111,7 +111,9 @@ def test_a_service_that_enforces_is_not_in_the_report_and_has_no_metrics_of_the_
     page = generate_latest(registry).decode()
 
     assert report_of([scraped(page)], {}).services == []
-    assert "idempotency_observ" not in "\n".join(line for line in page.splitlines() if not line.startswith("#"))
+    assert "idempotency_observations" not in page
+    assert "idempotency_observed" not in page
+    assert "\nidempotency_observe" not in page
 
 
 def test_a_supervisor_adds_up_the_observations_of_its_processes() -> None:

@@ -15,7 +15,7 @@ from integr8s_idem.engine import observed_work
 from integr8s_idem.engine.manager import replayed_value
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.failures import discard
+from integr8s_idem.failures import discard, retry
 from integr8s_idem.handlers.observing_dispatcher import ObservingEventDispatcher
 from integr8s_idem.records import Completed
 from integr8s_idem.telemetry import Gauge, Observation, Observed, Signal
@@ -240,6 +240,21 @@ async def test_a_failed_handler_is_retried_as_without_a_guard_and_counted_once()
     await here.manager.close()
     assert depot.started == [0, 0, 0]
     assert results(here) == {Observed.FIRST: 1}
+    assert await completed_parcels(here) == {0}
+
+
+@virtual_time
+async def test_a_retry_of_a_duplicate_is_recorded_if_the_first_has_failed_meanwhile() -> None:
+    here, depot, broker = guarded(), Depot(errors={0: [ValueError("late")]}), sent(1)
+    [other] = await reserved_by_another(here, 0, timedelta(seconds=LEASE))
+    rule = retry(ValueError, first_pause=timedelta(seconds=5), longest_pause=timedelta(seconds=5), jitter=False)
+    async with running(observing(depot, here, failures=[rule]), broker) as worker:
+        await worker.until(lambda: depot.started == [0])
+        await here.store.release([other])
+        await worker.until(lambda: all_committed(worker))
+
+    await here.manager.close()
+    assert results(here) == {Observed.CONCURRENT: 1}
     assert await completed_parcels(here) == {0}
 
 
