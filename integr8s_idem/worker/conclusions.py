@@ -164,6 +164,7 @@ class Conclusions:
                 reason,
                 exc_info=failed.error,
             )
+        self._processor.observer.count(Signal.SERVICE_STOPPED)
         self._tasks.stop_service(stopped)
         self.abandon(item)
 
