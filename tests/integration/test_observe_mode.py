@@ -39,6 +39,8 @@ class Consumer:
     kafka: Kafka
     prefix: str
     redis_url: str
+    timeout: float = 1.0
+    """Timeout of the store in seconds."""
     handled: list[int] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Handlers of negative numbers wait for it."""
@@ -56,7 +58,7 @@ class Consumer:
                     "session_timeout_seconds": 6,
                     "heartbeat_interval_seconds": 0.5,
                 },
-                "store": {"url": self.redis_url, "timeout_seconds": 1},
+                "store": {"url": self.redis_url, "timeout_seconds": self.timeout},
                 "idempotency": {"default_ttl_seconds": 7_200},
                 "services": {self.name: {"mode": mode, "group_id": self.prefix + group, "ordering": "none"}},
                 "telemetry": {"metrics_port": 0, "spans": "off"},
@@ -234,7 +236,8 @@ async def test_an_outage_of_redis_neither_pauses_nor_delays_handlers(
 
 
 async def test_handlers_run_while_redis_hangs(kafka: Kafka, topic_prefix: str, own_redis: RedisServer) -> None:
-    consumer = Consumer(kafka, topic_prefix, own_redis.url)
+    # If anything waited for the store, it would wait for longer than the test.
+    consumer = Consumer(kafka, topic_prefix, own_redis.url, timeout=60)
     async with consumer.running("observe") as worker:
         await consumer.publish(*orders(1))
         await worker.until(lambda seen: seen.count(Observed.FIRST) == 1)
