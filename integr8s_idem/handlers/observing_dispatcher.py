@@ -23,7 +23,7 @@ from integr8s_idem.handlers.handler_calls import HandlerFunction, RegisteredHand
 from integr8s_idem.handlers.outgoing import Publisher
 from integr8s_idem.handlers.router import EventRouter, Invoke
 from integr8s_idem.keys import KeyResolver
-from integr8s_idem.stores.outbox import Outbox
+from integr8s_idem.stores.outbox import OutboxStore
 from integr8s_idem.telemetry import Gauge
 
 
@@ -103,7 +103,7 @@ class ObservingEventDispatcher(EventDispatcher):
         invoke: Invoke = call_with_event,
         publisher: Publisher | None = None,
         timeout: Duration | None = None,
-        outbox: Outbox | None = None,
+        outbox: OutboxStore | None = None,
         codec: Codec | None = None,
         failures: Iterable[FailureRule] = (),
     ) -> None:
