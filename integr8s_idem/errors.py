@@ -7,6 +7,7 @@ IdempotencyError
 ├── PreviouslyFailedError       this work was given up earlier; its record blocks it
 ├── DiscardedError              a rule discarded this work earlier; its record blocks it
 ├── ServiceStoppedError         a rule stops the service because of an error of a handler
+├── MemberFencedError           another worker has joined the consumer group with the same id
 ├── LeaseLostError              the reservation was taken over, or may have been            (retryable)
 ├── HandlerTimeoutError         a handler ran longer than its service allows                (retryable)
 ├── HandlerCancelledError       a handler raised CancelledError without being cancelled      (retryable)
@@ -203,6 +204,21 @@ class ServiceStoppedError(IdempotencyError):
         return (
             f"handler {self.handler} failed at {self.label}: {_sentence(self.reason)} The rule {self.rule} stops the "
             "service. The event is not settled: remove the cause, and start the service again."
+        )
+
+
+@_with_fields
+class MemberFencedError(IdempotencyError):
+    """Another worker has joined the consumer group with the same `group_instance_id`."""
+
+    group: str
+    instance_id: str
+
+    def _message(self) -> str:
+        return (
+            f"another worker has joined the consumer group {self.group} with the id {self.instance_id}, and has the "
+            "partitions of this one. Two running workers must not share an id: check [kafka] group_instance_id, and "
+            "how many workers run on this host."
         )
 
 

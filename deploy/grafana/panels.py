@@ -191,8 +191,8 @@ PROBLEMS: Final = Row(
     (
         per_minute(
             "Dead letters",
-            "Dead-lettered messages by reason. List them with integr8s-idem dlq list, fix the cause, and replay them "
-            "with integr8s-idem dlq replay: docs/how-to/replay-a-dead-letter.md. "
+            "Dead-lettered messages by reason. List them with integr8s-idem dlq list --group, fix the cause, and "
+            "replay them with integr8s-idem dlq replay: docs/how-to/replay-a-dead-letter.md. "
             f"See IdempotencyDeadLetters in {GUIDE}.",
             "dead_letters",
             legend="{{service}} {{reason}}",
@@ -377,6 +377,13 @@ STATE: Final = Row(
             (Query(f"sum by (service) (idempotency_in_flight{SELECTED})"),),
             "Unsettled deliveries. At max_in_flight, fetching pauses, which is normal. If it stays there and nothing "
             "is handled, handlers hang: set handler_timeout_seconds.",
+        ),
+        Panel(
+            "Waiting for a limit",
+            (Query(f"sum by (service) (idempotency_limit_waiting{SELECTED})"),),
+            "Events that wait because at_most events with the same value of their handler's limit_by field are being "
+            "handled. Near max_in_flight: one value fills the buffer, and others wait with it; raise max_in_flight. "
+            "No line: no handler has a limit.",
         ),
         Panel(
             "Active keys",

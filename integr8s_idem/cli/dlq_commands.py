@@ -5,66 +5,54 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
 
-from integr8s_idem.cli.application_loader import optional_application
 from integr8s_idem.cli.common import AppOption, Embedded, Json, SettingsFile, exit_status_of, silence_client_logs
 from integr8s_idem.cli.confirmation import AuditFile, Yes
-from integr8s_idem.cli.dlq_output import DeadLetterDetails, ListFormat, count_text, details_text, json_line, tally_lines
+from integr8s_idem.cli.dlq_options import (
+    App,
+    Errors,
+    Filters,
+    InGroups,
+    Keys,
+    Limit,
+    Reasons,
+    Services,
+    Since,
+    Source,
+    Topics,
+    Types,
+    Until,
+    search_of,
+)
+from integr8s_idem.cli.dlq_output import (
+    DeadLetterDetails,
+    ListFormat,
+    count_text,
+    details_text,
+    group_lines,
+    json_line,
+    tally_lines,
+)
 from integr8s_idem.cli.dlq_replay import ReplayCommand, print_note
-from integr8s_idem.cli.embedded_servers import command_settings
 from integr8s_idem.cli.output import echo, run_async, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.atomic_file import open_atomically
 from integr8s_idem.operations.dead_letter_counts import Group, Tally
-from integr8s_idem.operations.dead_letter_filter import DeadLetterFilter, parse_time
+from integr8s_idem.operations.dead_letter_groups import GroupedDeadLetters
 from integr8s_idem.operations.dead_letter_reader import DeadLetterReader, open_dead_letter_reader
 from integr8s_idem.operations.dead_letter_records import open_record_lookup
 from integr8s_idem.operations.dead_letter_replay import decide
 from integr8s_idem.operations.dead_letter_search import Search, SearchPlan, pages, plan_search
-from integr8s_idem.operations.dead_letters import Place
+from integr8s_idem.operations.replay_rate import parse_rate
 
 dlq_app = typer.Typer(help="Inspect and replay dead letters.", no_args_is_help=True, rich_markup_mode=None)
-
-App = Annotated[
-    str | None, typer.Option("--app", metavar="MODULE:APP", help="Search only the dead-letter topics of this platform.")
-]
-Topics = Annotated[
-    list[str] | None,
-    typer.Option("--topic", metavar="NAME", help="Search only this dead-letter topic, or that of this topic."),
-]
-Services = Annotated[
-    list[str] | None, typer.Option("--service", metavar="NAME", help="Match only events that this service gave up.")
-]
-Reasons = Annotated[
-    list[str] | None, typer.Option("--reason", metavar="NAME", help="Match only this reason, such as handler_failed.")
-]
-Errors = Annotated[
-    list[str] | None,
-    typer.Option("--error", metavar="TEXT", help="Match only this class of error, or part of its message."),
-]
-Types = Annotated[list[str] | None, typer.Option("--event-type", metavar="NAME", help="Match only this event type.")]
-Keys = Annotated[
-    list[str] | None, typer.Option("--key", metavar="KEY", help="Match only this idempotency key or Kafka key.")
-]
-Since = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TIME", help="Match only dead letters since TIME: an age such as 2h, or ISO 8601 (UTC by default)."
-    ),
-]
-Until = Annotated[
-    str | None, typer.Option(metavar="TIME", help="Match only dead letters before TIME; format as for --since.")
-]
-Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after N dead letters.")]
 
 
 @dlq_app.command("list")
@@ -80,6 +68,9 @@ def list_command(
     until: Until = None,
     limit: Limit = None,
     summary: Annotated[bool, typer.Option("--summary", help="Print only the counts.")] = False,
+    group: Annotated[
+        bool, typer.Option("--group", help="Group by handler and error, without what varies in its message.")
+    ] = False,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
@@ -89,18 +80,18 @@ def list_command(
     A dead letter is listed if it matches all options; a repeated option matches any of its values.  The values of
     --service, --reason, --error, --event-type and --key may contain the wildcards * and ?.
 
-    With --json, prints one object per line, or a single object with --summary.
+    With --json, prints one object per line, or a single object with --summary or --group.
     """
 
     def run() -> int:
-        filters = _Filters(service, reason, error, event_type, key, since, until)
-        tally = asyncio.run(
-            _list(
-                _search(_Source(settings, embedded, application), topic, filters, limit),
-                rows=not summary,
-                as_json=as_json,
-            )
-        )
+        filters = Filters(service, reason, error, event_type, key, since, until)
+        search = search_of(Source(settings, embedded, application), topic, filters, limit)
+        if group:
+            groups = asyncio.run(_grouped(search))
+            content = {"dead_letters": groups.total, "groups": groups.as_json()}
+            echo(json.dumps(content, indent=2) if as_json else "\n".join(group_lines(groups)))
+            return 0
+        tally = asyncio.run(_list(search, rows=not summary, as_json=as_json))
         if summary and as_json:
             echo(json.dumps({"dead_letters": tally.total, "groups": tally.as_json()}, indent=2))
         elif not as_json:
@@ -129,7 +120,7 @@ def show_command(
     """
 
     def run() -> int:
-        search = _search(_Source(settings, embedded, application), None, _Filters(), None, place)
+        search = search_of(Source(settings, embedded, application), None, Filters(), None, place)
         for number, details in enumerate(run_async(_details(search))):
             text = json_line(details.as_json()) if as_json else details_text(details, payload=payload)
             echo(f"\n{text}" if number and not as_json else text)
@@ -157,6 +148,7 @@ def export_command(
     since: Since = None,
     until: Until = None,
     limit: Limit = None,
+    group: InGroups = None,
     settings: SettingsFile = None,
     embedded: Embedded = False,
     as_json: Json = False,
@@ -169,8 +161,8 @@ def export_command(
     """
 
     def write() -> int:
-        filters = _Filters(service, reason, error, event_type, key, since, until)
-        search = _search(_Source(settings, embedded, application), topic, filters, limit)
+        filters = Filters(service, reason, error, event_type, key, since, until, group)
+        search = search_of(Source(settings, embedded, application), topic, filters, limit)
         with open_atomically(output, replace=force) if output else nullcontext(sys.stdout) as file:
             exported = run_async(_export(search, file))
         where = str(output) if output else "-"
@@ -197,6 +189,7 @@ def replay_command(
     since: Since = None,
     until: Until = None,
     limit: Limit = None,
+    group: InGroups = None,
     again: Annotated[
         bool,
         typer.Option("--again", help="Include dead letters that were already replayed, according to the store."),
@@ -204,6 +197,10 @@ def replay_command(
     to: Annotated[
         str | None,
         typer.Option("--to", metavar="TOPIC", help="Publish to this topic instead of the original topics."),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option("--rate", metavar="N/s", help="Publish at most N replays per second; also N/m and N/h."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the dead letters, but publish nothing.")] = False,
     yes: Yes = False,
@@ -223,63 +220,12 @@ def replay_command(
     """
 
     def replay() -> int:
-        filters = _Filters(service, reason, error, event_type, key, since, until)
-        search = _search(_Source(settings, embedded, application), topic, filters, limit, place)
-        return ReplayCommand(search, again, as_json, audit_file, to).run(yes=yes, dry_run=dry_run)
+        filters = Filters(service, reason, error, event_type, key, since, until, group)
+        search = search_of(Source(settings, embedded, application), topic, filters, limit, place)
+        per_second = parse_rate(rate) if rate is not None else None
+        return ReplayCommand(search, again, as_json, audit_file, to, per_second).run(yes=yes, dry_run=dry_run)
 
     raise typer.Exit(_exit_status_of(replay, embedded=embedded))
-
-
-@dataclass(frozen=True)
-class _Filters:
-    """Filter options as typed."""
-
-    services: Sequence[str] | None = None
-    reasons: Sequence[str] | None = None
-    errors: Sequence[str] | None = None
-    event_types: Sequence[str] | None = None
-    keys: Sequence[str] | None = None
-    since: str | None = None
-    until: str | None = None
-
-    def parsed(self) -> DeadLetterFilter:
-        now = datetime.now(UTC)
-        return DeadLetterFilter(
-            services=tuple(self.services or ()),
-            reasons=tuple(self.reasons or ()),
-            errors=tuple(self.errors or ()),
-            event_types=tuple(self.event_types or ()),
-            keys=tuple(self.keys or ()),
-            since=parse_time(self.since, now) if self.since else None,
-            until=parse_time(self.until, now) if self.until else None,
-        )
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where to search."""
-
-    settings_file: Path | None
-    embedded: bool
-    application: str | None
-
-
-def _search(
-    source: _Source,
-    topics: Sequence[str] | None,
-    filters: _Filters,
-    limit: int | None,
-    places: Sequence[str] | None = None,
-) -> Search:
-    platform = optional_application(source.application)
-    return Search(
-        command_settings(source.settings_file, platform, embedded=source.embedded),
-        platform,
-        tuple(topics or ()),
-        tuple(dict.fromkeys(map(Place.of, places or ()))),
-        filters.parsed(),
-        limit,
-    )
 
 
 def _exit_status_of(command: Callable[[], int], *, embedded: bool) -> int:
@@ -311,6 +257,17 @@ async def _list(search: Search, *, rows: bool, as_json: bool) -> Tally:
                     tally.add(Group.of(dead_letter))
                 advance(page.offsets_read)
     return tally
+
+
+async def _grouped(search: Search) -> GroupedDeadLetters:
+    groups = GroupedDeadLetters()
+    async with _opened(search) as (reader, plan):
+        with progress("reading", plan.length) as advance:
+            async for page in pages(search, plan, reader):
+                for dead_letter in page.dead_letters:
+                    groups.add(dead_letter)
+                advance(page.offsets_read)
+    return groups
 
 
 async def _details(search: Search) -> list[DeadLetterDetails]:

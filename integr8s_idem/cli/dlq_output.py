@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from integr8s_idem._util.escaping import printable, shown
 from integr8s_idem.operations.dead_letter_counts import Group
+from integr8s_idem.operations.dead_letter_groups import ErrorGroup, GroupedDeadLetters, GroupSummary
 from integr8s_idem.operations.dead_letter_reader import OffsetRange
 from integr8s_idem.operations.dead_letter_replay import ALREADY_REPLAYED, SKIP_REASONS, ReplayDecision, Report
 from integr8s_idem.operations.dead_letters import StoredDeadLetter, encode_bytes, format_time
@@ -57,6 +58,22 @@ def tally_lines(rows: Sequence[tuple[Group, int]]) -> Iterator[str]:
     for group, count in rows:
         parts = (group.topic, group.service, group.reason or _NO_REASON, group.error_class)
         yield printable(f"  {count:>{width},}  " + "  ".join(part for part in parts if part))
+
+
+def group_lines(groups: GroupedDeadLetters) -> Iterator[str]:
+    """Yield the number of dead letters, and a paragraph for each group."""
+    yield count_text(groups.total)
+    for group, summary in groups.rows():
+        yield ""
+        yield from _group(group, summary)
+
+
+def _group(group: ErrorGroup, summary: GroupSummary) -> Iterator[str]:
+    who = " ".join(part for part in (group.service, group.handler) if part)
+    yield printable(f"{group.id}  {summary.count:,}  {who}  {group.reason or _NO_REASON}")
+    yield _row("error", group.pattern)
+    yield _row("time", f"{format_time(summary.first)} to {format_time(summary.last)}")
+    yield _row("example", f"{summary.example}: {summary.error}" if summary.error else str(summary.example))
 
 
 def count_text(number: int, noun: str = "dead letter") -> str:

@@ -19,6 +19,7 @@ from integr8s_idem.operations.dead_letter_reader import open_dead_letter_reader
 from integr8s_idem.operations.dead_letter_records import open_record_lookup
 from integr8s_idem.operations.dead_letter_replay import Replayer, ReplayStatus, Report
 from integr8s_idem.operations.dead_letter_search import Search, SearchPlan, pages, plan_search
+from integr8s_idem.operations.replay_rate import ReplayRate
 from integr8s_idem.worker import EventPublisher
 
 
@@ -33,6 +34,8 @@ class ReplayCommand:
     audit_file: str | None
     to: str | None = None
     """Topic to publish to instead of the original topics."""
+    rate: float | None = None
+    """Maximum replays per second."""
 
     def run(self, *, yes: bool, dry_run: bool) -> int:
         """Run the command and return its exit status.
@@ -62,6 +65,7 @@ class ReplayCommand:
             "topics": plan.dead_letter_topics,
             "again": self.again,
             "to": self.to,
+            "rate": self.rate,
             "brokers": brokers,
             "store": store_place(self.search.settings),
         }
@@ -114,10 +118,15 @@ class ReplayCommand:
             open_record_lookup(settings, query=not self.again) as records,
         ):
             replayer = Replayer(plan.topics, records, publisher, report, settings, self.to)
+            rate = ReplayRate(self.rate if publisher else None)
             with progress(title, plan.length) as advance:
                 async for page in pages(self.search, plan, reader):
-                    await replayer.replay(page.dead_letters)
-                    advance(page.offsets_read)
+                    for part in rate.parts(page):
+                        await rate.wait()
+                        before = report.published
+                        await replayer.replay(part.dead_letters)
+                        rate.note(report.published - before)
+                        advance(part.offsets_read)
         if records.problem:
             write_error(
                 "Cannot query the store, so dead letters that have already been replayed are included; publishing them "

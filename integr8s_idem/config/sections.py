@@ -74,6 +74,8 @@ class KafkaSettings(Section):
     """Password for SASL; preferably set in the environment."""
     ssl_ca_file: str | None = None
     """CA certificates to trust; default: those of the system."""
+    group_instance_id: Annotated[str, Field(pattern=r"^(?:[A-Za-z0-9._-]|\{hostname\}){1,200}$")] | None = None
+    """Makes workers static members of their groups: an id that a worker keeps when it restarts, such as {hostname}."""
     auto_offset_reset: Literal["earliest", "latest", "none"] = "earliest"
     """Where a group without offsets starts: latest skips existing events, none raises an error."""
     session_timeout_seconds: Seconds = 45

@@ -110,6 +110,7 @@ class EventDispatcher:
             max_attempts=self._max_attempts,
             batch=registered.batch,
             failures=self.policy(registered),
+            limit=registered.limit,
         )
 
     def policy(self, registered: RegisteredHandler) -> FailurePolicy:
@@ -226,6 +227,7 @@ class IdempotentEventDispatcher(EventDispatcher):
             outbox=self.outbox,
             batch=registered.batch,
             failures=self.policy(registered),
+            limit=registered.limit,
         )
 
 

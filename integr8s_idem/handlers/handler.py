@@ -50,6 +50,7 @@ from integr8s_idem.handlers.handler_calls import (
     Batch,
     BatchCall,
     BatchSize,
+    FieldLimit,
     HandlerCall,
     HandlerFunction,
     RegisteredHandler,
@@ -292,6 +293,7 @@ class EventHandler:
         max_attempts: int = 5,
         batch: BatchSize | None = None,
         failures: FailurePolicy | None = None,
+        limit: FieldLimit | None = None,
     ) -> None:
         self.function = async_function(function)
         self.name = name or name_of(function)
@@ -299,6 +301,7 @@ class EventHandler:
         self.observer = observer
         self.max_attempts = max_attempts
         self.failures = failures or FailurePolicy()
+        self.limit = limit
         self._registered = RegisteredHandler(event, self.name, function, batch)
         self.returns = self._registered.returns
         """Function whose return annotation is the type of a result."""
@@ -424,6 +427,7 @@ class IdempotentEventHandler(EventHandler):
         outbox: OutboxStore | None = None,
         batch: BatchSize | None = None,
         failures: FailurePolicy | None = None,
+        limit: FieldLimit | None = None,
     ) -> None:
         """Create a guarded handler.
 
@@ -433,6 +437,7 @@ class IdempotentEventHandler(EventHandler):
             outbox: Makes the handler transactional: `invoke` opens a transaction for the handler's writes, its events
                 and its outcome.
             failures: Decides what happens after a failed attempt; by default, with `DEFAULT_RULES` only.
+            limit: How many of its events a worker handles at a time.
 
         Raises:
             ApplicationError: The handler takes batches and has an outbox, but a transaction belongs to one event.
@@ -449,6 +454,7 @@ class IdempotentEventHandler(EventHandler):
             max_attempts=manager.config.max_attempts,
             batch=batch,
             failures=failures,
+            limit=limit,
         )
         if batch is not None and outbox is not None:
             raise ApplicationError(

@@ -36,6 +36,37 @@ class BatchSize:
 
 
 @dataclass(frozen=True, slots=True)
+class FieldLimit:
+    """How many events with the same value of a field a worker handles at a time."""
+
+    field: str
+    at_most: int
+
+    @staticmethod
+    def of(field: str | None, at_most: int | None, events: Sequence[type[BaseEvent]]) -> FieldLimit | None:
+        """Return the limit, or `None` if neither argument is given.
+
+        Raises:
+            ApplicationError: Only one is given, an event has no such field, or `at_most` is less than 1.
+        """
+        if field is None and at_most is None:
+            return None
+        if field is None or at_most is None:
+            raise ApplicationError(
+                'limit_by and at_most belong together: @router.on(Order, limit_by="customer_id", at_most=2)'
+            )
+        for event in events:
+            if field not in event.model_fields:
+                raise ApplicationError(
+                    f"limit_by names {field!r}, but {event.__name__} has no such field; "
+                    f"its fields are {', '.join(event.model_fields)}"
+                )
+        if at_most < 1:
+            raise ApplicationError(f"at_most is {at_most}, but must be at least 1")
+        return FieldLimit(field, at_most)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Attempts and outgoing events of a batch, in the order of its events."""
 
@@ -111,6 +142,8 @@ class RegisteredHandler:
     """Set for batch handlers."""
     failures: tuple[FailureRule, ...] = ()
     """The rules of the handler, then those of its router."""
+    limit: FieldLimit | None = None
+    """How many of its events a worker handles at a time."""
 
     @property
     def event_type(self) -> str:

@@ -12,7 +12,14 @@ from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.failures import FailureRule, checked_rules
 from integr8s_idem.handlers.annotations import check_batch_parameter, check_event_parameter
-from integr8s_idem.handlers.handler_calls import BatchSize, HandlerFunction, RegisteredHandler, async_function, name_of
+from integr8s_idem.handlers.handler_calls import (
+    BatchSize,
+    FieldLimit,
+    HandlerFunction,
+    RegisteredHandler,
+    async_function,
+    name_of,
+)
 
 FunctionT = TypeVar("FunctionT", bound=HandlerFunction)
 P = ParamSpec("P")
@@ -49,17 +56,41 @@ class EventRouter:
 
     @overload
     def on(
-        self, a: type[A], /, *, name: str | None = None, failures: Iterable[FailureRule] = ()
+        self,
+        a: type[A],
+        /,
+        *,
+        name: str | None = None,
+        failures: Iterable[FailureRule] = (),
+        limit_by: str | None = None,
+        at_most: int | None = None,
     ) -> Callable[[Callable[Concatenate[A, P], ResultT]], Callable[Concatenate[A, P], ResultT]]: ...
 
     @overload
     def on(
-        self, a: type[A], b: type[B], /, *, name: str | None = None, failures: Iterable[FailureRule] = ()
+        self,
+        a: type[A],
+        b: type[B],
+        /,
+        *,
+        name: str | None = None,
+        failures: Iterable[FailureRule] = (),
+        limit_by: str | None = None,
+        at_most: int | None = None,
     ) -> Callable[[Callable[Concatenate[A | B, P], ResultT]], Callable[Concatenate[A | B, P], ResultT]]: ...
 
     @overload
     def on(
-        self, a: type[A], b: type[B], c: type[C], /, *, name: str | None = None, failures: Iterable[FailureRule] = ()
+        self,
+        a: type[A],
+        b: type[B],
+        c: type[C],
+        /,
+        *,
+        name: str | None = None,
+        failures: Iterable[FailureRule] = (),
+        limit_by: str | None = None,
+        at_most: int | None = None,
     ) -> Callable[[Callable[Concatenate[A | B | C, P], ResultT]], Callable[Concatenate[A | B | C, P], ResultT]]: ...
 
     @overload
@@ -73,17 +104,29 @@ class EventRouter:
         *,
         name: str | None = None,
         failures: Iterable[FailureRule] = (),
+        limit_by: str | None = None,
+        at_most: int | None = None,
     ) -> Callable[
         [Callable[Concatenate[A | B | C | D, P], ResultT]], Callable[Concatenate[A | B | C | D, P], ResultT]
     ]: ...
 
     @overload
     def on(
-        self, *events: type[BaseEvent], name: str | None = None, failures: Iterable[FailureRule] = ()
+        self,
+        *events: type[BaseEvent],
+        name: str | None = None,
+        failures: Iterable[FailureRule] = (),
+        limit_by: str | None = None,
+        at_most: int | None = None,
     ) -> Callable[[FunctionT], FunctionT]: ...
 
     def on(
-        self, *events: type[BaseEvent], name: str | None = None, failures: Iterable[FailureRule] = ()
+        self,
+        *events: type[BaseEvent],
+        name: str | None = None,
+        failures: Iterable[FailureRule] = (),
+        limit_by: str | None = None,
+        at_most: int | None = None,
     ) -> Callable[[FunctionT], FunctionT]:
         """Register a handler of `events`.
 
@@ -94,10 +137,14 @@ class EventRouter:
             name: Name of the handler in its keys; by default, the function's name.  With it, you can rename the
                 function without changing its keys.
             failures: Rules for errors of the handler, before those of the router; see `integr8s_idem.failures`.
+            limit_by: Name of a field of the events.  A worker handles at most `at_most` events with the same value of
+                it at a time; the others wait, without a slot and without a lease.  Events whose value is `None` are
+                not limited.
+            at_most: That number, for this handler in each worker process.
 
         Raises:
-            ApplicationError: There is no event, an event has no type, another handler of an event has the same name, or
-                the first parameter is annotated with another type.
+            ApplicationError: There is no event, an event has no type, another handler of an event has the same name,
+                the first parameter is annotated with another type, or the limit is invalid.
         """
         if not events:
             raise ApplicationError("router.on() requires at least one event class")
@@ -105,13 +152,13 @@ class EventRouter:
             if not _is_event_class(event):
                 raise ApplicationError(f"{event!r} is not an event class; write @router.on(OrderPlaced)")
 
-        rules = checked_rules(failures)
+        rules, limit = checked_rules(failures), FieldLimit.of(limit_by, at_most, events)
 
         def register(function: FunctionT) -> FunctionT:
             async_function(function)
             check_event_parameter(function, events)
             for event in events:
-                self._add(RegisteredHandler(event, name or name_of(function), function, failures=rules))
+                self._add(RegisteredHandler(event, name or name_of(function), function, failures=rules, limit=limit))
             return function
 
         return register

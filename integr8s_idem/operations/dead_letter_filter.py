@@ -1,4 +1,4 @@
-"""Filter dead letters by service, reason, error, event type, key and time.  Pure."""
+"""Filter dead letters by service, reason, error, group, event type, key and time.  Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.operations.dead_letter_groups import ErrorGroup
 from integr8s_idem.operations.dead_letters import StoredDeadLetter, format_time
 
 _UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -48,6 +49,8 @@ class DeadLetterFilter:
     event_types: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     """Patterns of the idempotency key, the record's key or the Kafka key."""
+    groups: tuple[str, ...] = ()
+    """Ids of groups of the same handler and error."""
     since: datetime | None = None
     """Dead-lettered at or after this time."""
     until: datetime | None = None
@@ -63,6 +66,7 @@ class DeadLetterFilter:
             and _any_matches(self.event_types, (dead_letter.event_type,))
             and (not self.errors or any(_matches_error(error, dead_letter) for error in self.errors))
             and _any_matches(self.keys, (dead_letter.key, dead_letter.record_key, _kafka_key(dead_letter)))
+            and (not self.groups or ErrorGroup.of(dead_letter).id in self.groups)
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -73,6 +77,7 @@ class DeadLetterFilter:
             "error": self.errors,
             "event_type": self.event_types,
             "key": self.keys,
+            "group": self.groups,
             "since": format_time(self.since) if self.since else "",
             "until": format_time(self.until) if self.until else "",
         }

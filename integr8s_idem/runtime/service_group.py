@@ -53,8 +53,10 @@ class RunningService:
         isolation: IsolationGate,
         *,
         on_first_poll: Callable[[], None] = lambda: None,
+        process: int = 1,
     ) -> None:
         self.service = service
+        self._process = process
         self._on_first_poll = on_first_poll
         self._isolation = isolation
         self.error: Exception | None = None
@@ -127,6 +129,7 @@ class RunningService:
                 reach_brokers=reach_brokers,
                 on_first_poll=self._on_first_poll,
                 replay=self._settings.replay,
+                process=self._process,
             )
             reading = reading_of(dispatcher, self._worker.topics)
             if self._settings.kafka.retention_check == "refuse":
@@ -231,8 +234,10 @@ class ServiceGroup:
         self._link = link
         check_groups(services, settings)
         isolation = IsolationGate()
-        announce = link.announce_ready if link is not None else lambda: None
-        self._running = [RunningService(each, settings, isolation, on_first_poll=announce) for each in services]
+        announce, process = (link.announce_ready, link.number) if link is not None else (lambda: None, 1)
+        self._running = [
+            RunningService(each, settings, isolation, on_first_poll=announce, process=process) for each in services
+        ]
         self._settings = settings
         self._stops = 0
         self._tasks: list[asyncio.Task[None]] = []

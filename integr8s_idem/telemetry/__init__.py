@@ -167,6 +167,7 @@ class Gauge(str, Enum):
     EVENT_LOOP_LAG = "idempotency_event_loop_lag_seconds"
     NATIVE_CODE = "idempotency_native_code"
     OBSERVE_TTL = "idempotency_observe_ttl_seconds"
+    LIMIT_WAITING = "idempotency_limit_waiting"
 
 
 class Observed(str, Enum):

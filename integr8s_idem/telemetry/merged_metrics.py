@@ -53,6 +53,7 @@ def _sum(one: float, other: float) -> float:
 _GAUGES: Final[Mapping[str, _Combine]] = {
     Gauge.KEYS_ACTIVE.value: max,  # each process counts those of all, in the store
     Gauge.IN_FLIGHT.value: _sum,
+    Gauge.LIMIT_WAITING.value: _sum,
     Gauge.CONSUMER_LAG.value: _sum,  # each process measures the partitions that it reads
     Gauge.STORE_UP.value: min,
     Gauge.OUTBOX_WAITING.value: max,  # counted in the store

@@ -23,6 +23,7 @@ from integr8s_idem.worker.dead_letters import DeadLetter
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor, UnverifiedReplay
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 from integr8s_idem.worker.poison_events import FirstOutcome, RunOnce
+from integr8s_idem.worker.value_limits import Turn, ValueLimits
 from integr8s_idem.worker.waiting import Waiting
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class Conclusions:
         self._tasks = tasks
         self._reschedule = reschedule
         self._ended = ended
+        self.limits: ValueLimits | None = None
+        """Places of the items whose handlers are limited by a field; `None` if no handler is."""
         self._waiting: Waiting[WorkItem] = Waiting(reschedule, self.abandon)
 
     def conclude(self, item: WorkItem, outcome: Outcome[Any] | NotStarted) -> None:
@@ -60,6 +63,7 @@ class Conclusions:
             case Completed():
                 self.duplicate(item)
             case NotStarted():
+                self._leave_limit(item)
                 self._reschedule(item)
             case InProgress() if execution.on_in_progress is OnInProgress.SKIP:
                 processor.observer.count(Signal.DUPLICATE_BLOCKED, execution.event.event_type)
@@ -180,6 +184,16 @@ class Conclusions:
         """Handle the item again once the store is available."""
         self._wait(item, until=self._circuit.available_again)
 
+    def wait_for_limit(self, item: WorkItem, turn: Turn) -> None:
+        """Handle the item again when it has its place."""
+        self._waiting.add(item, item.delivery.assignment.closing, until=turn)
+
+    def _leave_limit(self, *items: WorkItem) -> None:
+        """Give up the places of items whose attempts have ended."""
+        if self.limits is not None:
+            for item in items:
+                self.limits.leave(item)
+
     def abandon_waiting(self) -> None:
         """Abandon all items that are waiting."""
         self._waiting.abandon_all()
@@ -191,6 +205,7 @@ class Conclusions:
         self._wait(item, *processor.executor.next_look(execution.work, outcome))
 
     def _wait(self, item: WorkItem, seconds: float | None = None, until: asyncio.Future[None] | None = None) -> None:
+        self._leave_limit(item)
         if seconds is None and until is None:
             seconds = 0.0
         self._waiting.add(item, item.delivery.assignment.closing, seconds=seconds, until=until)
@@ -267,6 +282,7 @@ class Conclusions:
         self._tasks.begin_for(delivery, self._processor.dead_letter(delivery, reason), ended)
 
     def _dead_letter_item(self, item: WorkItem, outcome: Outcome[Any]) -> None:
+        self._leave_limit(item)
         work: Coroutine[Any, Any, None] = self._processor.dead_letter_outcome(item.delivery, item.execution, outcome)
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -288,6 +304,7 @@ class Conclusions:
         self._done(item)
 
     def _done(self, *items: WorkItem) -> None:
+        self._leave_limit(*items)
         settled, abandoned = list[Delivery](), list[Delivery]()
         for item in items:
             delivery, execution = item.delivery, item.execution

@@ -20,7 +20,7 @@ from aiokafka.errors import KafkaError
 from integr8s_idem._util import speedups
 from integr8s_idem.codecs import Codec, IdFromHeader, codec_of
 from integr8s_idem.config import KafkaSettings, ReplaySettings, ServiceSettings
-from integr8s_idem.errors import ApplicationError, BrokerUnavailableError, StoreUnavailableError
+from integr8s_idem.errors import ApplicationError, BrokerUnavailableError, MemberFencedError, StoreUnavailableError
 from integr8s_idem.events import EventDecoder, event_type_of, read_json
 from integr8s_idem.handlers.dispatcher import EventDispatcher
 from integr8s_idem.handlers.observing_dispatcher import ObservingEventDispatcher
@@ -45,6 +45,7 @@ from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.purger import Purger
 from integr8s_idem.worker.replay_policy import ReplayPolicy
 from integr8s_idem.worker.slots import Slots
+from integr8s_idem.worker.static_membership import StaticMembership, instance_id, is_fenced
 from integr8s_idem.worker.store_circuit import StoreCircuit
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ def make_consumer(settings: KafkaSettings, group: str) -> Consumer:
     consumer: Consumer = AIOKafkaConsumer(
         **connection_options(settings),
         group_id=group,
+        group_instance_id=settings.group_instance_id,
         enable_auto_commit=False,
         auto_offset_reset=settings.auto_offset_reset,
         isolation_level="read_committed",
@@ -122,6 +124,7 @@ class ServiceWorker:
         consumer: Callable[[KafkaSettings, str], Consumer] = make_consumer,
         reach_brokers: Callable[[KafkaSettings], Awaitable[None]] | None = None,
         on_first_poll: Callable[[], None] = lambda: None,
+        process: int = 1,
     ) -> None:
         """Create a worker, without opening connections.
 
@@ -132,6 +135,7 @@ class ServiceWorker:
             consumer: Creates the Kafka client for a group.
             reach_brokers: Checks whether the brokers respond, while the store is unavailable.
             on_first_poll: Called when a client has polled for the first time, before its messages are handled.
+            process: Number of this process among those of its supervisor.
 
         Raises:
             ApplicationError: The service has no topics.
@@ -144,6 +148,9 @@ class ServiceWorker:
             raise ApplicationError(
                 f"service {name} has no topics: add a handler to its router, or set services.{name}.topics"
             )
+        if kafka.group_instance_id is not None:
+            own_id = instance_id(kafka.group_instance_id, name, process)
+            kafka = kafka.model_copy(update={"group_instance_id": own_id})
         self._kafka = kafka
         self._service = service
         self._make_consumer = consumer
@@ -251,6 +258,7 @@ class ServiceWorker:
         Raises:
             StoreConfigurationError: The store rejects the worker's configuration.
             KafkaError: The group cannot be consumed, for example because its offsets are out of range.
+            MemberFencedError: Another worker has joined the group with the same `group_instance_id`.
             ServiceStoppedError: A handler failed with an error that stops the service.
         """
         for limit in limits_of_batches(self.name, self._service, self._processor.dispatcher.router.handlers):
@@ -323,10 +331,14 @@ class ServiceWorker:
         while not self._stopping.done():
             self._phase, self._joined = "starting", False
             poller = self._poller = self._new_poller(patience)
-            poller.consumer.subscribe(self.topics, listener=_Listener(self))
+            poller.consumer.subscribe(self.topics, listener=_Listener(self, poller.membership))
             try:
                 joined = await self._start(poller.consumer)
             except (KafkaError, OSError) as error:
+                if poller.membership is not None and is_fenced(error):
+                    poller.membership.fenced()
+                    await bounded_stop(poller.consumer, 1.0)
+                    raise self._fenced() from error
                 tries += 1
                 self._reason = self._unreachable(error)
                 logger.warning("%s: %s", self.name, self._reason)
@@ -342,6 +354,9 @@ class ServiceWorker:
             poller.begin()
             return poller
         return None
+
+    def _fenced(self) -> MemberFencedError:
+        return MemberFencedError(self.group, self._kafka.group_instance_id or "")
 
     async def _start(self, consumer: Consumer) -> bool:
         """Start the consumer, and return whether it has joined; `False` if the worker was stopped before.
@@ -373,6 +388,7 @@ class ServiceWorker:
             hold=lambda: not self._circuit.is_available,
             answer_seconds=self._kafka.request_timeout_seconds,
             longest_poll=self._longest_poll,
+            is_static=self._kafka.group_instance_id is not None,
         )
 
     async def _consume_with(self, poller: Poller) -> None:
@@ -405,6 +421,8 @@ class ServiceWorker:
         # None of the loops ends by itself: if one has ended, it has failed.
         for ended in (*loops, self._failed):
             if ended.done() and not ended.cancelled():
+                if (error := ended.exception()) is not None and is_fenced(error):
+                    raise self._fenced() from error
                 ended.result()
 
     async def _drain(self, consumer: Consumer) -> None:
@@ -478,6 +496,8 @@ class ServiceWorker:
             await asyncio.sleep(1.0)
             self.observer.measure(Gauge.EVENT_LOOP_LAG, max(0.0, loop.time() - due))
             self.observer.measure(Gauge.IN_FLIGHT, self._backpressure.in_flight)
+            if (waiting := self._pipeline.waiting_for_limits) is not None:
+                self.observer.measure(Gauge.LIMIT_WAITING, waiting)
             for topic in self.topics:
                 self.observer.measure(Gauge.CONSUMER_LAG, self._partitions.lag(consumer, topic), topic)
 
@@ -500,8 +520,9 @@ def topics_read(section: ServiceSettings, dispatcher: EventDispatcher, publisher
 class _Listener(ConsumerRebalanceListener):
     """Stops the service if a callback raises, since aiokafka only logs errors of listeners."""
 
-    def __init__(self, worker: ServiceWorker) -> None:
+    def __init__(self, worker: ServiceWorker, membership: StaticMembership | None) -> None:
         self._worker = worker
+        self._membership = membership
 
     async def on_partitions_revoked(self, revoked: Iterable[Any]) -> None:
         try:
@@ -510,8 +531,14 @@ class _Listener(ConsumerRebalanceListener):
             logger.exception("%s: cannot release partitions", self._worker.name)
             self._worker.fail(error)
             raise
+        finally:
+            # At the end: the client may also learn meanwhile that it is no longer a member.
+            if self._membership is not None:
+                self._membership.rejoins()
 
     async def on_partitions_assigned(self, assigned: Iterable[Any]) -> None:
+        if self._membership is not None:
+            self._membership.joined()
         self._worker.take_over(assigned)
 
 

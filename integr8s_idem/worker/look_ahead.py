@@ -152,11 +152,13 @@ class LookAhead:
 def _may_be_early(execution: GuardedExecution) -> bool:
     """Whether work may be reserved before its turn.
 
+    If its handler is limited by a field, it may have to wait at its turn, and must not hold a lease meanwhile.
     If it cannot be isolated, each lapsed attempt counts against it, even if its handler never started.  If others skip
     work that is in progress, they would skip it although nothing runs.
     """
     return (
         execution.handler.outbox is None
+        and execution.handler.limit is None
         and execution.work.isolation is Isolation.PENDING
         and execution.on_in_progress is not OnInProgress.SKIP
     )

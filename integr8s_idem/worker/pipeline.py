@@ -37,6 +37,7 @@ from integr8s_idem.worker.look_ahead import LookAhead, Reservable
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 from integr8s_idem.worker.reserver import Reserver
 from integr8s_idem.worker.runners import Runners
+from integr8s_idem.worker.value_limits import ValueLimits
 
 MOST_BATCHES: Final = 2
 """Maximum concurrent batches: one waits for the store while the next is decoded."""
@@ -73,6 +74,9 @@ class Pipeline:
         self._left = left
         self._tasks = PipelineTasks(processor.service, fail)
         self._conclusions = Conclusions(processor, self._tasks, reschedule=self._make_ready, ended=self._ended)
+        handlers = processor.dispatcher.router.handlers
+        self._limits = ValueLimits() if any(each.limit is not None for each in handlers) else None
+        self._conclusions.limits = self._limits
         self._runners = Runners(processor, self._tasks, self._conclusions)
         self._reserver = Reserver(processor, self._options, self._lanes, self._ahead, self._runners, self._conclusions)
         self._ready: deque[Delivery | WorkItem] = deque()
@@ -96,6 +100,11 @@ class Pipeline:
     def tasks(self) -> set[asyncio.Task[None]]:
         """Tasks that are running."""
         return self._tasks.running
+
+    @property
+    def waiting_for_limits(self) -> int | None:
+        """Number of items that wait because their handler is limited by a field; `None` if no handler is."""
+        return None if self._limits is None else self._limits.waiting
 
     def abandon_all(self) -> None:
         """Abandon all deliveries that are ready or waiting, after all assignments were closed."""
@@ -243,6 +252,9 @@ class Pipeline:
             self._reserver.start(item, item.run)
         elif item.answer is not None and isinstance(execution, GuardedExecution):
             self._reserver.decline(item, execution, item.answer)
+        elif self._limits is not None and (turn := self._limits.take(item)) is not None:
+            self._slots.release()
+            self._conclusions.wait_for_limit(item, turn)
         elif not isinstance(execution, GuardedExecution) or execution.handler.outbox is not None:
             if isinstance(execution, ObservedExecution):
                 record = item.delivery.record

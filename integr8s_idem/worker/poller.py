@@ -22,6 +22,7 @@ from integr8s_idem.worker.client_options import bounded
 from integr8s_idem.worker.fetch_watchdog import FetchWatchdog
 from integr8s_idem.worker.kafka_protocols import Consumer, Partition
 from integr8s_idem.worker.partition_registry import PartitionRegistry
+from integr8s_idem.worker.static_membership import StaticMembership, is_fenced
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Poller:
         hold: Callable[[], bool],
         answer_seconds: float,
         longest_poll: float,
+        is_static: bool = False,
     ) -> None:
         """
         Args:
@@ -74,8 +76,10 @@ class Poller:
             hold: Whether to pause all partitions.
             answer_seconds: Timeout of a request to a broker.
             longest_poll: Maximum seconds of a poll, which waits for rebalances.
+            is_static: Whether the client is a static member of its group.
         """
         self.consumer = consumer
+        self.membership = StaticMembership(consumer) if is_static else None
         self.watchdog = watchdog
         self._service = service
         self._partitions = partitions
@@ -109,7 +113,8 @@ class Poller:
         """Poll until cancelled.
 
         Raises:
-            KafkaError: The group's offsets are out of range or missing, and an operator must choose new ones.
+            KafkaError: The group's offsets are out of range or missing, and an operator must choose new ones; or the
+                client was fenced: see `static_membership.is_fenced`.
         """
         failures = 0
         while True:
@@ -124,7 +129,11 @@ class Poller:
                 batches = await self._next_batches()
             except (NoOffsetForPartitionError, OffsetOutOfRangeError):
                 raise
-            except Exception as error:  # noqa: BLE001  # a damaged batch raises any error of its codec
+            except Exception as error:
+                if self.membership is not None and is_fenced(error):
+                    self.membership.fenced()
+                    raise
+                # Otherwise any error: a damaged batch raises those of its codec.
                 failures += 1
                 await self._failed(error, failures)
                 continue

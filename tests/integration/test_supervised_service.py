@@ -182,3 +182,16 @@ async def test_a_second_signal_stops_the_handlers_of_all_processes(setting: Sett
 
         assert await asyncio.to_thread(process.wait, 60) == 1, process.output
     assert not setting.times("end")
+
+
+async def test_each_process_is_a_static_member_with_an_id_of_its_own(setting: Setting) -> None:
+    environment = {**setting.environment, "INTEGR8S_IDEM_KAFKA__GROUP_INSTANCE_ID": "{hostname}"}
+    with supervised(*setting.arguments(), log=setting.folder / "log", env=environment) as process:
+        await until_shared(process)
+        before = process.output.count("assigned partitions")
+        process.workers[1].kill()
+        await setting.publish(*range(40))
+        await eventually(lambda: len(setting.times("end")) == 40, state=lambda: process.output)
+
+        assert process.output.count("assigned partitions") == before + 1, "the other process kept its partitions"
+        assert "MemberFencedError" not in process.output

@@ -66,7 +66,8 @@ def dispatcher_of(
 ) -> EventDispatcher:
     """`options` are passed to `router.on`."""
     router = EventRouter()
-    router.on(ParcelSent, name="handle", **options)(handle)
+    register: Any = router.on(ParcelSent, name="handle", **options)
+    register(handle)
     return IdempotentEventDispatcher(router, here.manager) if here else EventDispatcher(router)
 
 
@@ -111,6 +112,8 @@ def unfinished(worker: ServiceWorker) -> dict[str, object]:
         "batches": pipeline._batches,
         "lanes": len(pipeline._lanes),
         "ahead": len(pipeline._ahead._prepared),
+        "limited": len(pipeline._limits or ()),
+        "waiting for a limit": pipeline._limits.waiting if pipeline._limits is not None else 0,
         "in flight": backpressure.in_flight,
         "bytes": backpressure._bytes,
         "slots taken": worker._service.concurrency - pipeline._slots.free,

@@ -27,6 +27,7 @@ EXAMPLES: list[IdempotencyError] = [
     errors.TransactionAbortedError("order:1", "a deadlock"),
     errors.DiscardedError("order:1", 1, "ValueError: no"),
     errors.ServiceStoppedError("order:1", "charge", "stop(MemoryError)", "MemoryError: the ledger is damaged"),
+    errors.MemberFencedError("billing", "billing-0.billing.1"),
     errors.RetryAfter(LEASE),
     errors.RetryAfter(LEASE, "the cluster is full"),
     errors.PermanentError("no such user"),

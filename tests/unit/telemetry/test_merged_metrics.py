@@ -97,6 +97,7 @@ def test_histograms_are_added_bucket_by_bucket() -> None:
     ("gauge", "values", "combined"),
     [
         (Gauge.IN_FLIGHT, (3, 4), 7),
+        (Gauge.LIMIT_WAITING, (3, 4), 7),
         (Gauge.STORE_UP, (1, 0), 0),
         (Gauge.KEYS_ACTIVE, (9, 8), 9),
         (Gauge.OUTBOX_WAITING, (2, 3), 3),
