@@ -42,7 +42,7 @@ from tests.support.pipelines import (
 def observing(depot: Depot, here: Guarded, *, resolver: KeyResolver | None = None, **options: Any) -> Any:
     """`options` are passed to `router.on`."""
     router = EventRouter()
-    router.on(ParcelSent, name="handle", **options)(depot.handle)
+    router.on(ParcelSent, name="handle", **options)(depot.handle)  # type: ignore[no-untyped-call]
     return ObservingEventDispatcher(router, here.manager, resolver=resolver)
 
 
