@@ -30,6 +30,7 @@ from integr8s_idem.handlers.dispatcher import (
     with_idempotency,
 )
 from integr8s_idem.handlers.handler_calls import Batch
+from integr8s_idem.handlers.observing_dispatcher import ObservingEventDispatcher
 from integr8s_idem.handlers.outgoing import Outgoing
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import KeyResolver, KeyStrategy
@@ -62,6 +63,7 @@ __all__ = [
     "KeyResolver",
     "KeyStrategy",
     "MemoryIdempotencyRepository",
+    "ObservingEventDispatcher",
     "Once",
     "Outgoing",
     "PartialFailureError",

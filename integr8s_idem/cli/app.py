@@ -24,6 +24,7 @@ from integr8s_idem.cli.errors_command import errors_command
 from integr8s_idem.cli.graph_command import graph_command
 from integr8s_idem.cli.keys_commands import keys_app
 from integr8s_idem.cli.new_command import new_command
+from integr8s_idem.cli.observe_command import observe_command
 from integr8s_idem.cli.output import echo, write_error, write_text
 from integr8s_idem.cli.processes import (
     Processes,
@@ -45,6 +46,7 @@ from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.handlers.failure_settings import check_failures
 from integr8s_idem.runtime import Platform
 from integr8s_idem.runtime.key_warnings import key_warnings
+from integr8s_idem.runtime.observe_mode import mode_warnings
 from integr8s_idem.telemetry.setup import check_exporter
 
 app = typer.Typer(
@@ -62,6 +64,7 @@ app.command("doctor", cls=DoctorCommand)(doctor_command)
 app.command("errors")(errors_command)
 app.command("graph")(graph_command)
 app.command("top")(top_command)
+app.command("observe")(observe_command)
 app.command("relay")(relay_command)
 app.command("new")(new_command)
 
@@ -168,6 +171,7 @@ def _check(file: Path | None, platform: Platform | None) -> tuple[Sequence[Setti
     warnings = settings_warnings(settings, platform.services if platform else [])
     if platform is not None:
         warnings += key_warnings(platform, settings)
+        warnings += mode_warnings(platform, settings)
     import_from_here()
     failures = check_failures(settings, platform.services if platform else None)
     return [*_missing_extras(settings), *failures], warnings

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from integr8s_idem._util.escaping import printable
-from integr8s_idem.engine.results import discarded_error
+from integr8s_idem.engine.results import discarded_error, observed_place
 from integr8s_idem.engine.step_slots import step_name
 from integr8s_idem.operations.keys.explanation import Explanation, MissingRecord, RecordExplanation
 from integr8s_idem.operations.keys.key_parser import ParsedKey, parse_key
@@ -202,6 +202,8 @@ def _stored(record: IdempotencyRecord, whole: bool) -> str:
         return "no result: it was too large or could not be encoded"
     if discarded_error(record.result) is not None:
         return "no result"
+    if (place := observed_place(record.result)) is not None:
+        return printable(f"no result: the service only observed the handling of {place}")
     if record.result is None:
         return "nothing yet" if record.status is IdempotencyStatus.PROCESSING else "no result"
     size = f"{len(record.result.body):,} bytes of {record.result.content_type}"

@@ -142,6 +142,8 @@ _OPTIONS_OF_ACTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 class ServiceSettings(Section):
     """How a service consumes events."""
 
+    mode: Literal["enforce", "observe"] = "enforce"
+    """enforce: duplicates do not run; observe: they run and are counted. See docs/how-to/adopt.md."""
     group_id: str | None = None
     """Consumer group; default: the name of the service."""
     topics: Annotated[tuple[TopicName, ...], Field(min_length=1)] | None = None

@@ -139,6 +139,8 @@ def _store_warnings(store: StoreSettings) -> Iterator[SettingsMistake]:
 
 def _service_warnings(settings: Settings, name: str, service: ServiceSettings) -> Iterator[SettingsMistake]:
     path = f"services.{name}"
+    if service.mode == "observe":
+        yield from _observe_warnings(path, service)
     yield from _policy_warnings(path, service.on_in_progress, service.on_store_error)
     if service.max_in_flight < service.concurrency:
         yield SettingsMistake(
@@ -154,6 +156,19 @@ def _service_warnings(settings: Settings, name: str, service: ServiceSettings) -
             f"= {plain(drain)} plus kafka.request_timeout_seconds = {plain(request)} for the final commit is not "
             f"below {REBALANCE} = {plain(rebalance)}: a slow commit would be too late; lower one of them",
         )
+
+
+def _observe_warnings(path: str, service: ServiceSettings) -> Iterator[SettingsMistake]:
+    yield SettingsMistake(
+        f"{path}.mode",
+        '= "observe" guards nothing: duplicates are handled, and only counted; '
+        'set mode = "enforce" when you have seen the report of integr8s-idem observe',
+    )
+    for name in ("on_in_progress", "on_failure", "on_store_error"):
+        if getattr(service, name) is not None:
+            yield SettingsMistake(
+                f"{path}.{name}", f'does not apply with {path}.mode = "observe": handlers run as without a guard'
+            )
 
 
 def _policy_warnings(

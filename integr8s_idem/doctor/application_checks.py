@@ -16,9 +16,11 @@ from integr8s_idem.doctor.sqlite_file import is_missing
 from integr8s_idem.doctor.store_checks import OUTBOX, STORE, check_repository, refusal
 from integr8s_idem.errors import ApplicationError, StoreError
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.observing_dispatcher import ObservingEventDispatcher
 from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.runtime.containers import get_dispatcher, get_publisher, make_container
 from integr8s_idem.runtime.key_warnings import COST, HASHED, REMEDY, hashed_events
+from integr8s_idem.runtime.observe_mode import why_not_observing
 from integr8s_idem.runtime.service_group import CLOSE_SECONDS, reading_of, section_of
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.factory import as_it_is
@@ -67,6 +69,7 @@ async def _check_service(
         topics = topics_read(section_of(service, settings), dispatcher, publisher)
         report.readings.append(reading_of(dispatcher, topics))
         report.findings += _key_findings(service.name, dispatcher)
+        report.findings += _mode_findings(service.name, settings, dispatcher)
         report.findings += rule_findings(service.name, dispatcher)
         report.findings += await _outbox_findings(dispatcher, settings)
         report.uses_store |= bool(opened)
@@ -107,12 +110,21 @@ async def _own_store_findings(
 def _key_findings(service: str, dispatcher: EventDispatcher) -> list[Finding]:
     """Check whether the keys of a service change when the class of an event gets another field."""
     events = ""
-    if isinstance(dispatcher, IdempotentEventDispatcher):
+    if isinstance(dispatcher, IdempotentEventDispatcher | ObservingEventDispatcher):
         events = hashed_events(dispatcher.resolver, dispatcher.router)
     if not events:
         return []
     what = HASHED.format(events=events)
     return [Finding(Code.KEY_FIELDS, Severity.WARNING, f"service {service}", what, COST, REMEDY)]
+
+
+def _mode_findings(service: str, settings: Settings, dispatcher: EventDispatcher) -> list[Finding]:
+    """Check whether mode = "observe" applies to a service; that it observes is a finding of the settings."""
+    what = why_not_observing(settings, service, dispatcher)
+    if not what:
+        return []
+    remedy = f"use IdempotentDispatcherProvider, or remove mode from [services.{service}]"
+    return [Finding(Code.SETTINGS_WARNING, Severity.WARNING, f"services.{service}.mode", what, "", remedy)]
 
 
 async def _outbox_findings(dispatcher: EventDispatcher, settings: Settings) -> list[Finding]:

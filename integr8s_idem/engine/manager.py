@@ -30,7 +30,14 @@ from integr8s_idem.engine.iterators import refuse_iterator
 from integr8s_idem.engine.leases import LeaseKeeper
 from integr8s_idem.engine.measured_store import measured
 from integr8s_idem.engine.outcomes import error_of
-from integr8s_idem.engine.results import decode_result, discarded_error, refuse_call, refuse_generator, return_type_of
+from integr8s_idem.engine.results import (
+    decode_result,
+    discarded_error,
+    observed_place,
+    refuse_call,
+    refuse_generator,
+    return_type_of,
+)
 from integr8s_idem.engine.run import RunOptions
 from integr8s_idem.engine.steps import Steps
 from integr8s_idem.engine.store_client import StoreClient
@@ -612,7 +619,7 @@ def _require_reservations(method: str, values: Iterable[object]) -> None:
 
 
 def replayed_value(label: str, completed: Completed, function: Callable[..., object] | None) -> Any:
-    """Return the result of the first run of `function`; `None` if the settings disable storing results.
+    """Return the result of the first run of `function`; `None` if results are not stored, or the run was only observed.
 
     Raises:
         DiscardedError: A rule has discarded the work, which has no result.
@@ -621,7 +628,7 @@ def replayed_value(label: str, completed: Completed, function: Callable[..., obj
     """
     if (discarded := discarded_error(completed.result)) is not None:
         raise DiscardedError(label, completed.attempt, discarded)
-    if completed.result is not None:
+    if completed.result is not None and observed_place(completed.result) is None:
         return decode_result(label, completed.result, return_type_of(function))
     if completed.result_dropped:
         raise ResultDroppedError(label)

@@ -43,6 +43,10 @@ NOT_KEPT: Final = object()
 _DISCARDED: Final = "text/plain; outcome=discarded"
 """Content type of the error of work that a rule has discarded.  Its record is completed, and has this as its result."""
 
+_OBSERVED: Final = "text/plain; outcome=observed"
+"""Content type of the place of a message whose handler ran without a guard.  Its record is completed without a result,
+and has this in its place."""
+
 _NOTHING: Final = StoredResult(b"null")
 """The stored form of `None`, the most common result."""
 
@@ -84,6 +88,18 @@ def discarded_result(error: str) -> StoredResult:
 def discarded_error(stored: StoredResult | None) -> str | None:
     """Return the error because of which the work of a result was discarded; `None` if it was not."""
     if stored is None or stored.content_type != _DISCARDED:
+        return None
+    return stored.body.decode("utf-8", "backslashreplace")
+
+
+def observed_result(place: str) -> StoredResult:
+    """Return what a record keeps of work that was observed: the place of its message, such as `orders[3]@17`."""
+    return StoredResult(place.encode("utf-8", "backslashreplace"), _OBSERVED)
+
+
+def observed_place(stored: StoredResult | None) -> str | None:
+    """Return the place of the message whose handling was observed; `None` if the work was guarded."""
+    if stored is None or stored.content_type != _OBSERVED:
         return None
     return stored.body.decode("utf-8", "backslashreplace")
 

@@ -234,4 +234,25 @@ class Steps:
         )
 
 
+class UnrecordedSteps(Steps):
+    """The steps of an unguarded handler: each of them runs in every attempt, as without the library."""
+
+    def __init__(self) -> None:
+        """Create the steps, which need no run and no store."""
+
+    async def run(
+        self,
+        name: str,
+        function: Callable[..., Awaitable[T]],
+        /,
+        *args: Any,
+        once: Once | Literal["at_least_once", "at_most_once"] = Once.AT_LEAST_ONCE,
+        **kwargs: Any,
+    ) -> T:
+        """Run `function`.  Raises any error of it, unchanged."""
+        refuse_call(function, f"steps.run({name!r}, reserve, order_id)")
+        refuse_generator(function)
+        return await function(*args, **kwargs)
+
+
 _RETRY_FOREVER: Final = RunOptions(pause_briefly)

@@ -47,6 +47,8 @@ class EventDispatcher:
     """Contains events of transactions, for a relay to publish."""
     ttl: timedelta | None = None
     """How long records are kept; `None` without records."""
+    waits_for_store: bool = True
+    """Whether a worker handles nothing while the store is unavailable."""
 
     def __init__(
         self,

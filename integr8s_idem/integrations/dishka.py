@@ -34,7 +34,7 @@ from integr8s_idem.codecs import Codec
 from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.manager import IdempotencyManager
-from integr8s_idem.engine.steps import Steps
+from integr8s_idem.engine.steps import Steps, UnrecordedSteps
 from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import ApplicationError, SettingsError
 from integr8s_idem.events import BaseEvent
@@ -49,6 +49,7 @@ from integr8s_idem.handlers.handler_calls import (
     RegisteredHandler,
     returned_by,
 )
+from integr8s_idem.handlers.observing_dispatcher import ObservingEventDispatcher
 from integr8s_idem.handlers.outgoing import Outgoing
 from integr8s_idem.handlers.router import EventRouter, Invoke
 from integr8s_idem.integrations.handler_injection import context_of, dependencies_of, invoker, transactional_invoker
@@ -80,6 +81,9 @@ T = TypeVar("T")
 
 ServiceName = NewType("ServiceName", str)
 """Name of the service of a container: the scope in keys, the section in the settings, the name in metrics."""
+
+ServiceMode = NewType("ServiceMode", str)
+"""The mode of the service of a container: `enforce` or `observe`.  Read once, for the steps of each handler call."""
 
 
 class TelemetryProvider(Provider):
@@ -323,12 +327,16 @@ class IdempotentDispatcherProvider(DispatcherProvider):
         manager: IdempotencyManager,
         transactions: TransactionResources,
     ) -> EventDispatcher:
-        return IdempotentEventDispatcher(
+        kind: type[IdempotentEventDispatcher | ObservingEventDispatcher] = IdempotentEventDispatcher
+        invoke = self.invoker(container)
+        if only_observes(settings, service):
+            kind, invoke = ObservingEventDispatcher, super().invoker(container)
+        return kind(
             self.router,
             manager,
             resolver=self.resolver,
             ttl=self.ttl,
-            invoke=self.invoker(container),
+            invoke=invoke,
             publisher=publisher,
             timeout=handler_timeout(settings, service),
             outbox=transactions.outbox,
@@ -340,9 +348,18 @@ class IdempotentDispatcherProvider(DispatcherProvider):
     def transactions(self, manager: IdempotencyManager) -> TransactionResources:
         return self._transactions.open(manager.repository) if self._transactions is not None else TransactionResources()
 
+    @provide
+    def mode(self, settings: Settings, service: ServiceName) -> ServiceMode:
+        return ServiceMode(settings.service(service).mode)
+
     @provide(scope=Scope.REQUEST)
-    def steps(self, manager: IdempotencyManager) -> Steps:
-        return manager.steps()
+    def steps(self, manager: IdempotencyManager, mode: ServiceMode) -> Steps:
+        return UnrecordedSteps() if mode == "observe" else manager.steps()
+
+    @property
+    def is_transactional(self) -> bool:
+        """Whether the handlers are transactional, unless the service only observes."""
+        return self._transactions is not None
 
     def invoker(self, container: AsyncContainer) -> Invoke:
         if self._transactions is None:
@@ -355,6 +372,11 @@ def handler_timeout(settings: Settings, service: str) -> timedelta | None:
     """Return the time limit of one handler call of `service`; `None` if there is no limit."""
     seconds = settings.service(service).handler_timeout_seconds
     return timedelta(seconds=seconds) if seconds is not None else None
+
+
+def only_observes(settings: Settings, service: str) -> bool:
+    """Whether `service` runs its handlers unguarded, and counts duplicates."""
+    return settings.service(service).mode == "observe"
 
 
 def failure_rules(settings: Settings, service: str) -> tuple[FailureRule, ...]:

@@ -20,6 +20,7 @@ from integr8s_idem._util.escaping import shown
 from integr8s_idem.operations.worker_addresses import Endpoint, host_and_port
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.telemetry.merged_metrics import WORKER_PROCESSES
+from integr8s_idem.telemetry.observe_metrics import OBSERVATIONS, OBSERVED_GAP
 
 MAX_BYTES: Final = 64 * 1024 * 1024
 """Maximum size of a page: enough for some thousand event types with all their histograms."""
@@ -30,7 +31,10 @@ _OF_PROCESS: Final = frozenset({_START_TIME, WORKER_PROCESSES})
 """Metrics that belong to no service."""
 _COUNTERS: Final = {f"{signal.value}_total": signal for signal in Signal}
 _GAUGES: Final = {gauge.value: gauge for gauge in Gauge}
-_METRICS: Final = frozenset({*_COUNTERS, *_GAUGES, *_OF_PROCESS})
+_OBSERVATIONS: Final = f"{OBSERVATIONS.name}_total"
+_OBSERVED_GAP: Final = f"{OBSERVED_GAP.name}_bucket"
+_OBSERVED: Final = frozenset({_OBSERVATIONS, _OBSERVED_GAP})
+_METRICS: Final = frozenset({*_COUNTERS, *_GAUGES, *_OF_PROCESS, *_OBSERVED})
 _MAX_REASON: Final = 200
 
 
@@ -44,6 +48,10 @@ class ServiceMetrics:
 
     counts: dict[Signal, float] = field(default_factory=dict)
     levels: dict[Gauge, float] = field(default_factory=dict)
+    observations: dict[tuple[str, str], float] = field(default_factory=dict)
+    """In observe mode: number of deliveries by result and payload."""
+    gaps: dict[float, float] = field(default_factory=dict)
+    """In observe mode: number of duplicates by the largest gap in seconds, cumulative; the last is infinite."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +116,21 @@ def parse_metrics(page: str) -> tuple[dict[str, float], dict[str, ServiceMetrics
         if name in _COUNTERS:
             signal = _COUNTERS[name]
             metrics.counts[signal] = metrics.counts.get(signal, 0) + value
+        elif name in _OBSERVED:
+            _add_observed(metrics, name, labels, value)
         else:
             gauge = _GAUGES[name]
             metrics.levels[gauge] = metrics.levels.get(gauge, 0) + value
     return of_process, services
+
+
+def _add_observed(metrics: ServiceMetrics, name: str, labels: Mapping[str, str], value: float) -> None:
+    if name == _OBSERVED_GAP:
+        bound = float(labels.get("le", "inf"))
+        metrics.gaps[bound] = metrics.gaps.get(bound, 0) + value
+    else:
+        key = labels.get("result", ""), labels.get("payload", "")
+        metrics.observations[key] = metrics.observations.get(key, 0) + value
 
 
 def _samples(lines: Iterable[str]) -> Iterable[tuple[str, Mapping[str, str], float]]:

@@ -36,7 +36,7 @@ def hashed_events(resolver: KeyResolver, router: EventRouter) -> str:
 def _service_warnings(service: Service, settings: Settings) -> Iterator[SettingsMistake]:
     path = f"services.{service.name}"
     try:
-        dispatcher = _dispatcher_provider(service, settings)
+        dispatcher = dispatcher_provider(service, settings)
     except ApplicationError as error:
         yield SettingsMistake(path, f"its keys are not checked: {error.reason}")
         return
@@ -46,7 +46,7 @@ def _service_warnings(service: Service, settings: Settings) -> Iterator[Settings
             yield SettingsMistake(path, f"{HASHED.format(events=events)}: {COST}; {REMEDY}")
 
 
-def _dispatcher_provider(service: Service, settings: Settings) -> DispatcherProvider | None:
+def dispatcher_provider(service: Service, settings: Settings) -> DispatcherProvider | None:
     """Return the provider of the dispatcher: the last one, which overrides others."""
     with explained(service.name, NOT_CREATED):
         found = service.providers(settings) if callable(service.providers) else service.providers or ()

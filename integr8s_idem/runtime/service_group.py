@@ -20,6 +20,7 @@ from integr8s_idem.handlers.dispatcher import EventDispatcher
 from integr8s_idem.runtime.background import run_background, run_worker, wait_forever
 from integr8s_idem.runtime.containers import get_dispatcher, get_publisher, make_container
 from integr8s_idem.runtime.endpoints import Endpoints
+from integr8s_idem.runtime.observe_mode import log_mode
 from integr8s_idem.runtime.outbox_relay import measure_backlog
 from integr8s_idem.runtime.service import Service, check_groups
 from integr8s_idem.runtime.supervisor_link import SupervisorLink
@@ -114,6 +115,7 @@ class RunningService:
         try:
             dispatcher = await get_dispatcher(container, name)
             self._check(dispatcher)
+            log_mode(self._settings, name, dispatcher)
             publisher = await get_publisher(container, name)
             section = section_of(self.service, self._settings)
             self._worker = ServiceWorker(

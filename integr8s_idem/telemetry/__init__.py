@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 from typing import Final, Protocol
 
@@ -22,6 +23,8 @@ __all__ = [
     "DeliveryOutcome",
     "Gauge",
     "Headers",
+    "Observation",
+    "Observed",
     "Observer",
     "Past",
     "Phase",
@@ -163,7 +166,42 @@ class Gauge(str, Enum):
     OUTBOX_AGE = "idempotency_outbox_age_seconds"
     EVENT_LOOP_LAG = "idempotency_event_loop_lag_seconds"
     NATIVE_CODE = "idempotency_native_code"
+    OBSERVE_TTL = "idempotency_observe_ttl_seconds"
     LIMIT_WAITING = "idempotency_limit_waiting"
+
+
+class Observed(str, Enum):
+    """What a service in observe mode found out about a delivery.  The value is the label `result`."""
+
+    FIRST = "first"
+    """The key was free."""
+    RETRIED = "retried"
+    """An earlier attempt failed or crashed.  A guard runs it again, too."""
+    REDELIVERED = "redelivered"
+    """A duplicate: the same message, again."""
+    REPUBLISHED = "republished"
+    """A duplicate: another message with the same key."""
+    CONCURRENT = "concurrent"
+    """A duplicate, while the handler of the first was running."""
+    UNKNOWN = "unknown"
+    """A duplicate of an event whose record does not say in which message it was."""
+    FAILED = "failed"
+    """The store did not answer, or there is no key."""
+    UNRECORDED = "unrecorded"
+    """The handler has succeeded, but that is not recorded: later duplicates of the delivery are not found.
+
+    Counted in addition to the result of the delivery."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a service in observe mode found out about a delivery."""
+
+    result: Observed
+    gap: timedelta | None = None
+    """Of a duplicate: the time since the first was settled, by the store's clock; `None` if it is unknown."""
+    has_other_payload: bool = False
+    """Whether a duplicate has another payload than the first."""
 
 
 class Span(Protocol):
@@ -265,6 +303,10 @@ class Observer(Protocol):
         """Set a gauge to a count, or to seconds if its name ends in `_seconds`; `part` is the topic of a lag."""
         ...
 
+    def observed(self, event_type: str, observation: Observation) -> None:
+        """Count a delivery of a service in observe mode, and measure the gap of a duplicate."""
+        ...
+
     def offsets_committed(self, *, since: float, topic: str = "", error: BaseException | None = None) -> None:
         """Observe a commit of offsets that ends now.
 
@@ -336,6 +378,9 @@ class SilentObserver:
         """Do nothing."""
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
+        """Do nothing."""
+
+    def observed(self, event_type: str, observation: Observation) -> None:
         """Do nothing."""
 
     def offsets_committed(self, *, since: float, topic: str = "", error: BaseException | None = None) -> None:

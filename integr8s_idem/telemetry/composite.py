@@ -14,6 +14,7 @@ from integr8s_idem.telemetry import (
     SILENT,
     Gauge,
     Headers,
+    Observation,
     Observer,
     Past,
     Phase,
@@ -104,6 +105,11 @@ class CompositeObserver:
         """Set a gauge."""
         for observer in self._observers:
             observer.measure(gauge, value, part)
+
+    def observed(self, event_type: str, observation: Observation) -> None:
+        """Count an observed delivery."""
+        for observer in self._observers:
+            observer.observed(event_type, observation)
 
     def offsets_committed(self, *, since: float, topic: str = "", error: BaseException | None = None) -> None:
         """Observe a commit of offsets."""

@@ -60,6 +60,7 @@ _GAUGES: Final[Mapping[str, _Combine]] = {
     Gauge.OUTBOX_AGE.value: max,
     Gauge.EVENT_LOOP_LAG.value: max,
     Gauge.NATIVE_CODE.value: min,
+    Gauge.OBSERVE_TTL.value: min,
     WORKER_PROCESSES: _sum,
     "process_virtual_memory_bytes": _sum,
     "process_resident_memory_bytes": _sum,

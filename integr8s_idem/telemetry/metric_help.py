@@ -55,4 +55,5 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Gauge.EVENT_LOOP_LAG: "Delay of the event loop in seconds.",
     Gauge.LIMIT_WAITING: "Events that wait because enough with the same value of a field are being handled (limit_by).",
     Gauge.NATIVE_CODE: "1 if the process uses the native code of integr8s-idem-speedups, otherwise 0.",
+    Gauge.OBSERVE_TTL: "How long a service in observe mode keeps records, in seconds; absent in other services.",
 }

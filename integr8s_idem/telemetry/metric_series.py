@@ -12,7 +12,7 @@ from time import time
 from typing import Final, TypeAlias
 
 from integr8s_idem.records import TraceLink
-from integr8s_idem.telemetry import Phase, Signal
+from integr8s_idem.telemetry import Observation, Phase, Signal
 from integr8s_idem.telemetry.convention_metrics import ConventionSeries
 from integr8s_idem.telemetry.exemplars import Exemplars
 from integr8s_idem.telemetry.metric_labels import (
@@ -24,6 +24,7 @@ from integr8s_idem.telemetry.metric_labels import (
     BoundedLabels,
     initial_reasons,
 )
+from integr8s_idem.telemetry.observe_metrics import OBSERVATIONS, OBSERVED_GAP
 from integr8s_idem.telemetry.tallies import Tallies
 
 BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -92,6 +93,14 @@ class ServiceSeries:
         """Keep a recorded span as the exemplar of its bucket, unless the bucket has got one since the last scrape."""
         histogram = (measured, self._event_type(event_type))
         self.exemplars.keep(histogram, bisect_left(BUCKETS, seconds), len(BUCKETS) + 1, seconds, trace)
+
+    def note_observation(self, event_type: str, observation: Observation) -> None:
+        """Count a delivery of a service in observe mode."""
+        label = self._event_type(event_type)
+        payload = "other" if observation.has_other_payload else ""
+        self.conventions.count(OBSERVATIONS, (label, observation.result.value, payload))
+        if observation.gap is not None:
+            self.conventions.observe(OBSERVED_GAP, (label,), observation.gap.total_seconds())
 
     def topic(self, name: str) -> str:
         """Return the label for a topic."""

@@ -21,6 +21,7 @@ from integr8s_idem.telemetry.exemplars import Exemplar
 from integr8s_idem.telemetry.metric_help import HELP
 from integr8s_idem.telemetry.metric_labels import counter_labels, gauge_labels
 from integr8s_idem.telemetry.metric_series import BUCKETS, EMPTY_ROW, ServiceSeries, counted
+from integr8s_idem.telemetry.observe_metrics import OBSERVE_METRICS
 
 _BOUNDS: Final = [*map(floatToGoString, BUCKETS), "+Inf"]
 
@@ -53,7 +54,7 @@ class MetricsCollector:
         yield families.phases
         yield families.processing
         for metric, family in families.conventions.items():
-            # The messaging metrics are optional; their names are reserved, but not listed without a series.
+            # Those of messaging and of observe mode are optional: reserved names, listed only with series.
             if family.samples or metric is DATABASE_OPERATIONS or not services:
                 family.samples = [*map(_without_empty_labels, family.samples)]
                 yield family
@@ -75,7 +76,7 @@ class _Families:
             "Duration of a delivery in seconds, from decoding until it is settled or released.",
             labels=["service", "event_type"],
         )
-        self.conventions = {metric: _convention_family(metric) for metric in METRICS}
+        self.conventions = {metric: _convention_family(metric) for metric in (*METRICS, *OBSERVE_METRICS)}
         self._has_created = _has_created_series()
 
     def add(self, name: str, service: ServiceSeries) -> None:

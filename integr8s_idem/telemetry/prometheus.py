@@ -15,6 +15,7 @@ from integr8s_idem.records import Database, TraceLink
 from integr8s_idem.telemetry import (
     SILENT,
     Gauge,
+    Observation,
     Past,
     Phase,
     ReceivedMessage,
@@ -72,6 +73,10 @@ class PrometheusObserver(SilentObserver):
         """Set `gauge` to `value`."""
         child = self._gauges.get((gauge, part))
         (child or self._gauge(gauge, part)).set(value)
+
+    def observed(self, event_type: str, observation: Observation) -> None:
+        """Count an observed delivery."""
+        self._service.note_observation(event_type, observation)
 
     def store_timer(self, database: Callable[[], Database]) -> StoreTimer | None:
         """Measure the calls to a store."""

@@ -23,6 +23,7 @@ from integr8s_idem.config import KafkaSettings, ReplaySettings, ServiceSettings
 from integr8s_idem.errors import ApplicationError, BrokerUnavailableError, MemberFencedError, StoreUnavailableError
 from integr8s_idem.events import EventDecoder, event_type_of, read_json
 from integr8s_idem.handlers.dispatcher import EventDispatcher
+from integr8s_idem.handlers.observing_dispatcher import ObservingEventDispatcher
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.worker.assignments import Assignment, Delivery
@@ -57,9 +58,9 @@ LAST_GRACE: Final = 5.0
 
 
 def _ping_of(dispatcher: EventDispatcher) -> Callable[[], Awaitable[StoreHealth]] | None:
-    """Return a function that checks the store and the outbox; `None` for a service without a store."""
+    """Return a function that checks the store and the outbox; `None` for a service that does not wait for a store."""
     manager, outbox = dispatcher.manager, dispatcher.outbox
-    if manager is None:
+    if manager is None or not dispatcher.waits_for_store:
         return None
     repository = manager.measured_repository
 
@@ -189,6 +190,8 @@ class ServiceWorker:
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._joined = False
+        observes = isinstance(dispatcher, ObservingEventDispatcher)
+        self._mode = "only observes: duplicates are handled, and counted" if observes else ""
         self._phase = "starting"
         self._reason = ""
 
@@ -240,7 +243,7 @@ class ServiceWorker:
     def _why(self) -> str:
         # The broker's reason first, since the store's reason ends with a reference to its documentation.
         broker = self._reason or (self._poller.reason if self._poller is not None else "")
-        return "; ".join(reason for reason in (broker, self._circuit.reason) if reason)
+        return "; ".join(reason for reason in (broker, self._circuit.reason, self._mode) if reason)
 
     @property
     def _longest_poll(self) -> float:

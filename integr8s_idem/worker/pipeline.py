@@ -24,8 +24,10 @@ from contextvars import copy_context
 from functools import partial
 from typing import Final
 
+from integr8s_idem.engine.observed_work import Place
 from integr8s_idem.engine.run import RunOptions
 from integr8s_idem.handlers.handler import GuardedExecution, HandlerExecution
+from integr8s_idem.handlers.observing_dispatcher import ObservedExecution
 from integr8s_idem.worker.assignments import Assignment, Delivery, WorkItem, by_assignment
 from integr8s_idem.worker.batch_limits import MOST_TOGETHER
 from integr8s_idem.worker.conclusions import Conclusions
@@ -254,6 +256,9 @@ class Pipeline:
             self._slots.release()
             self._conclusions.wait_for_limit(item, turn)
         elif not isinstance(execution, GuardedExecution) or execution.handler.outbox is not None:
+            if isinstance(execution, ObservedExecution):
+                record = item.delivery.record
+                execution.place = Place(record.topic, record.partition, record.offset)
             self._runners.add(item)  # reserves its key itself, as a batch of one
         elif execution.executor.cache is not None and (known := execution.known_here()) is not None:
             self._slots.release()

@@ -41,14 +41,14 @@ class Setting:
     def journal(self) -> list[tuple[str, str, int, int]]:
         return journal_of(self.folder / "journal")
 
-    def worker(self, name: str) -> ServiceProcess:
+    def worker(self, name: str, mode: str = "enforce") -> ServiceProcess:
         return ServiceProcess(
             "tests.support.shop:platform",
             "--settings",
             str(self.folder / "settings.toml"),
             "--json",
             log=self.folder / f"{name}.log",
-            env={"SHOP_JOURNAL": str(self.folder / "journal")},
+            env={"SHOP_JOURNAL": str(self.folder / "journal"), "INTEGR8S_IDEM_SERVICES__BILLING__MODE": mode},
         )
 
     def times(self, what: str) -> dict[str, int]:
@@ -114,6 +114,31 @@ async def test_a_worker_killed_in_its_handler_is_taken_over_within_a_lease(setti
     assert {attempt for what, _, attempt, _ in setting.journal if what == "end"} == {2}
     # Kafka's session timeout, the rest of the lease, the handler, and a margin for a busy machine.
     assert took < 6 + LEASE + 2 + 15
+
+
+async def test_what_a_killed_observer_was_handling_is_handled_and_then_guarded(setting: Setting) -> None:
+    events = [OrderPlaced(order_id=str(number), seconds=1.0) for number in range(6)]
+    with setting.worker("first", "observe") as first:
+        first.wait_for_line("metrics and health")
+        await setting.publisher.publish(*events)
+        await eventually(lambda: len(setting.times("begin")) == 6)
+        first.kill()
+        with setting.worker("second", "observe") as second:
+            await eventually(lambda: len(setting.times("end")) == 6, state=lambda: second.output)
+            second.terminate()
+            assert second.wait() == 0
+    ended = setting.times("end")
+
+    with setting.worker("third") as third:
+        await setting.publisher.publish(*events)
+        address = _address(third)
+        await eventually(lambda: _metric(address, "idempotency_duplicates_blocked_total") >= 6)
+        third.terminate()
+        assert third.wait() == 0
+
+    assert setting.times("end") == ended
+    assert "only observes" in second.output
+    assert "only observes" not in third.output
 
 
 @pytest.mark.scenario(3)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from integr8s_idem.telemetry import Gauge, Phase, Signal, metric_labels
+from integr8s_idem.telemetry import Gauge, Observed, Phase, Signal, metric_labels
 from integr8s_idem.telemetry.convention_metrics import METRICS, ConventionMetric
 from integr8s_idem.telemetry.merged_metrics import RESTARTS, SUPERVISOR_HELP
 from integr8s_idem.telemetry.metric_help import HELP
 from integr8s_idem.telemetry.metric_series import BUCKETS
 from integr8s_idem.telemetry.metrics_collector import MetricsCollector
+from integr8s_idem.telemetry.observe_metrics import OBSERVE_METRICS, OBSERVED_GAP
 from tests.packaging.markdown import MADE, cell, table
 
 _HEAD: Final = """\
@@ -42,6 +43,13 @@ exported only with `messaging_metrics = true` in `[telemetry]`; with it, an even
 """
 
 
+_OBSERVE: Final = """\
+Only services in [observe mode](../how-to/adopt.md) have these. `result` is `first` or `retried` for a delivery that a
+guard would run, `redelivered`, `republished`, `concurrent` or `unknown` for a duplicate, and `failed` if the delivery
+could not be observed. `unrecorded` is counted in addition, if the handler has succeeded and that could not be recorded.
+"""
+
+
 _SUPERVISOR: Final = """\
 With `run --processes`, the supervisor serves the combined metrics of its workers:
 [metrics and health](../how-to/run-several-processes.md#metrics-and-health). It adds metrics of its own, without labels.
@@ -58,12 +66,15 @@ def page() -> str:
     lines += [*table(("metric", "labels", "meaning"), [*_histograms()]), "", _EXEMPLARS, ""]
     lines += ["## Metrics of OpenTelemetry's conventions", "", _CONVENTIONS, ""]
     lines += [*table(("metric", "labels", "buckets", "meaning"), [_convention(metric) for metric in METRICS]), ""]
+    lines += ["## Observe mode", "", _OBSERVE, ""]
+    lines += [*table(("metric", "labels", "buckets", "meaning"), [_convention(each) for each in OBSERVE_METRICS]), ""]
     lines += ["## Worker processes", "", _SUPERVISOR, ""]
     of_supervisor = [(f"`{_exported(name)}`", cell(meaning)) for name, meaning in SUPERVISOR_HELP.items()]
     lines += [*table(("metric", "meaning"), of_supervisor), ""]
     lines += ["## Label values", ""]
     values = {
         "phase": [phase.name.lower() for phase in Phase],
+        "result": [result.value for result in Observed],
         "reason": [
             *dict.fromkeys(
                 [
@@ -94,7 +105,8 @@ def _gauge(gauge: Gauge) -> tuple[str, str, str]:
 def _histograms() -> Iterator[tuple[str, str, str]]:
     families: Any = MetricsCollector().describe()
     for family in families:
-        if family.type == "histogram" and family.name.startswith("idempotency_"):
+        is_observed = family.name == OBSERVED_GAP.name
+        if family.type == "histogram" and family.name.startswith("idempotency_") and not is_observed:
             yield f"`{family.name}`", _names(family._labelnames), cell(family.documentation)
 
 

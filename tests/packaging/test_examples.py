@@ -185,6 +185,24 @@ def test_the_first_hour_on_embedded_servers_charges_once() -> None:
     ]
 
 
+def test_an_existing_consumer_is_observed_and_then_guarded() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "examples.adoption"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert [lines[0], *lines[-2:]] == [
+        "before: 4 messages, 3 orders, 4 charges",
+        "observing: 7 messages, 4 orders, 7 charges",
+        "enforcing: 4 messages, 2 orders, 2 charges",
+    ]
+    assert lines[1] == "billing: observes, keeps records for 1 h"
+    counts = {line.rsplit("  ", 1)[0].strip() for line in lines[2:10]}
+    assert {"deliveries      7", "duplicates      3", "republished   3", "other payload 1"} <= counts
+    assert "service billing only observes" in ran.stderr
+
+
 def test_a_duplicate_payment_is_booked_once_in_the_handlers_transaction() -> None:
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-m", "examples.bookings"], cwd=ROOT, capture_output=True, text=True, timeout=60

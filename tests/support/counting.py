@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from integr8s_idem.records import ReserveRequest, Verdict
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.telemetry import Gauge, Signal, SilentObserver
+from integr8s_idem.telemetry import Gauge, Observation, Signal, SilentObserver
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_now
 
@@ -18,11 +18,16 @@ class CountingObserver(SilentObserver):
         self.reasons: Counter[tuple[Signal, str, str]] = Counter()
         """Keyed by signal, event type and reason, if given."""
         self.gauges: dict[Gauge, float] = {}
+        self.observations: list[Observation] = []
+        """Of services in observe mode."""
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
         self.counts[signal] += amount
         if reason:
             self.reasons[signal, event_type, reason] += amount
+
+    def observed(self, event_type: str, observation: Observation) -> None:
+        self.observations.append(observation)
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
         self.gauges[gauge] = value

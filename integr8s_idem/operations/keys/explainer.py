@@ -305,12 +305,14 @@ class Explainer:
     ) -> NextDelivery:
         # The source of a hashed key is unknown; most are keys of events.
         by_worker = bool(parsed.source or parsed.digest)
-        isolates = by_worker and self._settings.service(parsed.scope).isolation_share > 0
+        service = self._settings.service(parsed.scope)
+        isolates = by_worker and service.isolation_share > 0
+        observes = by_worker and service.mode == "observe"
         if not by_worker:
             rules = ()  # callers have none
         elif rules is None:
             rules = self._rules(parsed.scope, parsed.handler, parsed.event_type)
-        return NextDelivery(config, by_worker=by_worker, isolates=isolates, rules=rules)
+        return NextDelivery(config, by_worker=by_worker, isolates=isolates, observes=observes, rules=rules)
 
     def _rules(self, scope: str, handler: str, event_type: str) -> tuple[FailureRule, ...] | None:
         found = (service.rules(handler, event_type) for service in self._services if service.name == scope)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Final
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
+from integr8s_idem.engine.results import observed_place
 from integr8s_idem.engine.work import SUSPECT_AFTER, is_crash_limit_reached
 from integr8s_idem.failures import FailureAction, FailureRule
 from integr8s_idem.operations.keys.record_state import Lease, RecordState
@@ -27,6 +28,8 @@ class NextDelivery:
     """Whether a worker delivers events; otherwise a caller passes its own key."""
     isolates: bool = False
     """Whether the worker runs events that may have crashed a process alone."""
+    observes: bool = False
+    """Whether the service runs all deliveries, and only counts duplicates."""
     rules: tuple[FailureRule, ...] | None = ()
     """The handler's rules for errors, before the default ones; `None` if they are unknown."""
 
@@ -43,6 +46,8 @@ class NextDelivery:
             offered: Fingerprint of the delivery's payload, if known.
             replayed: The newest later generation of the same work and its record, if any.
         """
+        if self.observes:
+            return "would be handled: the service only observes (mode = observe)"
         if found is None:
             return f"would be handled, as attempt 1 of at most {self.config.max_attempts}{self._if_it_fails(1)}"
         if isinstance(found, Corrupt):
@@ -136,6 +141,8 @@ def _completed(state: RecordState) -> str:
     record = state.record
     if state.discarded is not None:
         answer = "recognized as a duplicate of an event that was discarded"
+    elif (place := observed_place(record.result)) is not None:
+        answer = f"recognized as a duplicate of {place}, whose handling was only observed"
     elif record.result_dropped:
         answer = "recognized as a duplicate; requesting the result raises ResultDroppedError"
     elif record.result is None:

@@ -12,6 +12,7 @@ from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.events import EventDecoder
 from integr8s_idem.failures import FailureRule
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventHandler
+from integr8s_idem.handlers.observing_dispatcher import ObservingEventHandler
 from integr8s_idem.keys import Key, KeySpace, KeyStrategy
 from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.runtime.containers import get_dispatcher, get_publisher, make_container
@@ -60,8 +61,13 @@ class OpenService:
         return self.dispatcher.manager.config if self.dispatcher.manager is not None else None
 
     @property
-    def guarded(self) -> list[IdempotentEventHandler]:
-        return [handler for handler in self.dispatcher.handlers if isinstance(handler, IdempotentEventHandler)]
+    def guarded(self) -> list[IdempotentEventHandler | ObservingEventHandler]:
+        """The handlers with records."""
+        return [
+            handler
+            for handler in self.dispatcher.handlers
+            if isinstance(handler, IdempotentEventHandler | ObservingEventHandler)
+        ]
 
     def rules(self, handler: str, event_type: str) -> tuple[FailureRule, ...] | None:
         """Return the rules for errors of a handler, before the default ones; `None` if there is no such handler."""

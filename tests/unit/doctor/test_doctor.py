@@ -30,6 +30,7 @@ from integr8s_idem.doctor.remedies import mistake_remedy, warning_remedy
 from integr8s_idem.doctor.store_checks import check_repository, check_store, is_too_old, refusal, try_operations
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.integrations.dishka import (
+    DispatcherProvider,
     IdempotencyProvider,
     IdempotentDispatcherProvider,
     KafkaProvider,
@@ -246,6 +247,18 @@ async def test_keys_that_are_hashes_of_all_fields_are_found(fields: list[str] | 
 
     assert [(one.severity, one.where) for one in found] == [(Severity.WARNING, "service billing")] * (fields is None)
     assert all("all fields of OrderPlaced" in one.what and "run again" in one.cost for one in found)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+async def test_a_service_that_only_observes_and_one_that_cannot_are_found(guarded: bool, tmp_path: Path) -> None:
+    settings = f'{AWAY}\n[services.billing]\nmode = "observe"\n'
+    providers = GUARDED if guarded else [KafkaProvider(), DispatcherProvider(EventRouter())]
+
+    found = await found_in(settings, tmp_path, Platform(Service("billing", providers=providers)))
+
+    problems = [one.what for one in found if one.where == "services.billing.mode"]
+    assert any("guards nothing" in what for what in problems)
+    assert any("has no effect" in what for what in problems) is not guarded
 
 
 class Forgetful(MemoryIdempotencyRepository):

@@ -10,7 +10,7 @@ import pytest
 
 from integr8s_idem.cli.keys_format import explanation_json, list_row, record_json, rows
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
-from integr8s_idem.engine.results import discarded_result
+from integr8s_idem.engine.results import discarded_result, observed_result
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.failures import dead_letter, discard, retry, retry_later, stop
 from integr8s_idem.keys import Key, KeySpace
@@ -275,6 +275,19 @@ def test_predictions_for_callers_do_not_mention_workers() -> None:
     assert not any("dead letter" in next_delivery.describe(found) for found in (FAILED, HELD, CORRUPT))
     assert "at most 30 s" in next_delivery.describe(HELD)
     assert "it runs again once the record is gone" in next_delivery.describe(FAILED)
+
+
+@pytest.mark.parametrize("found", [None, COMPLETED, FAILED, HELD, CORRUPT])
+def test_a_service_that_observes_would_handle_every_delivery(found: IdempotencyRecord | Corrupt | None) -> None:
+    expected = "would be handled: the service only observes (mode = observe)"
+
+    assert NextDelivery(CONFIG, observes=True).describe(found) == expected
+
+
+def test_a_duplicate_of_an_observed_delivery_has_no_result() -> None:
+    found = replace(COMPLETED, result=observed_result("orders[3]@17"))
+
+    assert "a duplicate of orders[3]@17, whose handling was only observed" in NextDelivery(CONFIG).describe(found)
 
 
 def test_a_different_payload_takes_precedence() -> None:

@@ -13,6 +13,8 @@ from integr8s_idem.telemetry import (
     SILENT,
     Gauge,
     Headers,
+    Observation,
+    Observed,
     Observer,
     Past,
     Phase,
@@ -76,6 +78,9 @@ class Recorder:
 
     def measure(self, gauge: Gauge, value: float, part: str = "") -> None:
         self._record(f"{gauge.name} {value} {part}")
+
+    def observed(self, event_type: str, observation: Observation) -> None:
+        self._record(f"{event_type} {observation.result.value}")
 
     def offsets_committed(self, *, since: float, topic: str = "", error: BaseException | None = None) -> None:
         self._record(f"commit of {topic} since {since} {error!r}")
@@ -279,3 +284,11 @@ def test_commits_are_observed_by_all_observers() -> None:
     both.offsets_committed(since=1.0, topic="orders", error=KeyError("k"))
 
     assert story == ["a commit of orders since 1.0 KeyError('k')", "b commit of orders since 1.0 KeyError('k')"]
+
+
+def test_each_observer_sees_the_deliveries_of_a_service_that_observes() -> None:
+    story: list[str] = []
+
+    combined(Recorder("a", story), Recorder("b", story)).observed("order_placed", Observation(Observed.FIRST))
+
+    assert story == ["a order_placed first", "b order_placed first"]
