@@ -13,6 +13,7 @@ from integr8s_idem.events import BaseEvent
 from integr8s_idem.failures import FailureRule, checked_rules
 from integr8s_idem.handlers.annotations import check_batch_parameter, check_event_parameter
 from integr8s_idem.handlers.handler_calls import BatchSize, HandlerFunction, RegisteredHandler, async_function, name_of
+from integr8s_idem.reconciliation import ReconcileFunction
 
 FunctionT = TypeVar("FunctionT", bound=HandlerFunction)
 P = ParamSpec("P")
@@ -49,17 +50,38 @@ class EventRouter:
 
     @overload
     def on(
-        self, a: type[A], /, *, name: str | None = None, failures: Iterable[FailureRule] = ()
+        self,
+        a: type[A],
+        /,
+        *,
+        name: str | None = None,
+        failures: Iterable[FailureRule] = (),
+        reconcile: ReconcileFunction | None = None,
     ) -> Callable[[Callable[Concatenate[A, P], ResultT]], Callable[Concatenate[A, P], ResultT]]: ...
 
     @overload
     def on(
-        self, a: type[A], b: type[B], /, *, name: str | None = None, failures: Iterable[FailureRule] = ()
+        self,
+        a: type[A],
+        b: type[B],
+        /,
+        *,
+        name: str | None = None,
+        failures: Iterable[FailureRule] = (),
+        reconcile: ReconcileFunction | None = None,
     ) -> Callable[[Callable[Concatenate[A | B, P], ResultT]], Callable[Concatenate[A | B, P], ResultT]]: ...
 
     @overload
     def on(
-        self, a: type[A], b: type[B], c: type[C], /, *, name: str | None = None, failures: Iterable[FailureRule] = ()
+        self,
+        a: type[A],
+        b: type[B],
+        c: type[C],
+        /,
+        *,
+        name: str | None = None,
+        failures: Iterable[FailureRule] = (),
+        reconcile: ReconcileFunction | None = None,
     ) -> Callable[[Callable[Concatenate[A | B | C, P], ResultT]], Callable[Concatenate[A | B | C, P], ResultT]]: ...
 
     @overload
@@ -73,17 +95,26 @@ class EventRouter:
         *,
         name: str | None = None,
         failures: Iterable[FailureRule] = (),
+        reconcile: ReconcileFunction | None = None,
     ) -> Callable[
         [Callable[Concatenate[A | B | C | D, P], ResultT]], Callable[Concatenate[A | B | C | D, P], ResultT]
     ]: ...
 
     @overload
     def on(
-        self, *events: type[BaseEvent], name: str | None = None, failures: Iterable[FailureRule] = ()
+        self,
+        *events: type[BaseEvent],
+        name: str | None = None,
+        failures: Iterable[FailureRule] = (),
+        reconcile: ReconcileFunction | None = None,
     ) -> Callable[[FunctionT], FunctionT]: ...
 
     def on(
-        self, *events: type[BaseEvent], name: str | None = None, failures: Iterable[FailureRule] = ()
+        self,
+        *events: type[BaseEvent],
+        name: str | None = None,
+        failures: Iterable[FailureRule] = (),
+        reconcile: ReconcileFunction | None = None,
     ) -> Callable[[FunctionT], FunctionT]:
         """Register a handler of `events`.
 
@@ -94,6 +125,9 @@ class EventRouter:
             name: Name of the handler in its keys; by default, the function's name.  With it, you can rename the
                 function without changing its keys.
             failures: Rules for errors of the handler, before those of the router; see `integr8s_idem.failures`.
+            reconcile: Async function that finds out whether an earlier attempt has had its effect.  It takes the event
+                and dependencies like the handler, and is asked before each run that may repeat the effect; see
+                `integr8s_idem.reconciliation`.
 
         Raises:
             ApplicationError: There is no event, an event has no type, another handler of an event has the same name, or
@@ -108,10 +142,13 @@ class EventRouter:
         rules = checked_rules(failures)
 
         def register(function: FunctionT) -> FunctionT:
-            async_function(function)
-            check_event_parameter(function, events)
+            for each in (function, reconcile):
+                if each is not None:
+                    async_function(each)
+                    check_event_parameter(each, events)
+            known_as = name or name_of(function)
             for event in events:
-                self._add(RegisteredHandler(event, name or name_of(function), function, failures=rules))
+                self._add(RegisteredHandler(event, known_as, function, failures=rules, reconcile=reconcile))
             return function
 
         return register

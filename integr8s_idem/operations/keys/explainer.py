@@ -8,6 +8,7 @@ from typing import Final
 from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.errors import ApplicationError, IdempotencyError, UndecodableEventError
 from integr8s_idem.handlers.handler import GuardedExecution
+from integr8s_idem.handlers.reconciliation import ReconcilingEventHandler
 from integr8s_idem.keys import KeySpace, KeyStrategy, generation_key
 from integr8s_idem.operations.keys.explanation import Explanation, MissingRecord, RecordExplanation, newest_after
 from integr8s_idem.operations.keys.kafka_message import (
@@ -299,7 +300,13 @@ class Explainer:
         # The source of a hashed key is unknown; most are keys of events.
         by_worker = bool(parsed.source or parsed.digest)
         isolates = by_worker and self._settings.service(parsed.scope).isolation_share > 0
-        return NextDelivery(config, by_worker=by_worker, isolates=isolates)
+        reconciles = any(
+            isinstance(handler, ReconcilingEventHandler)
+            for service in self._services
+            for handler in service.guarded
+            if (service.name, handler.name, handler.event_type) == (parsed.scope, parsed.handler, parsed.event_type)
+        )
+        return NextDelivery(config, by_worker=by_worker, isolates=isolates, reconciles=reconciles)
 
     def _missing(self, service: str, handler: str, event_type: str, key: str) -> MissingRecord:
         return MissingRecord(service, handler, event_type, key, NextDelivery(self._config(service)).describe(None))

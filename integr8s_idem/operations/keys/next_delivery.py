@@ -8,6 +8,7 @@ from typing import Final
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
 from integr8s_idem.engine.work import SUSPECT_AFTER, is_crash_limit_reached
+from integr8s_idem.errors import OutcomeUnknownError
 from integr8s_idem.operations.keys.record_state import Lease, RecordState
 from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus, is_other_payload
 
@@ -26,6 +27,8 @@ class NextDelivery:
     """Whether a worker delivers events; otherwise a caller passes its own key."""
     isolates: bool = False
     """Whether the worker runs events that may have crashed a process alone."""
+    reconciles: bool = False
+    """Whether the handler is known to have a reconcile function."""
 
     def describe(
         self,
@@ -71,7 +74,11 @@ class NextDelivery:
         again = "a replay of its dead letter is handled" if self.by_worker else "it runs again once the record is gone"
         if replayed is not None:
             again = _replay(*replayed)
-        return f"{self._refused('PreviouslyFailedError', 'previously_failed')}, {_until(state)}; {again}"
+        if replayed is None and self.reconciles:
+            again += ", after its reconcile function has been asked"
+        refused = self._refused("PreviouslyFailedError", "previously_failed")
+        unknown = "; nobody could tell whether its effect has happened" if is_unknown(state.record.error) else ""
+        return f"{refused}, {_until(state)}{unknown}; {again}"
 
     def _processing(self, state: RecordState) -> str:
         record, attempt = state.record, state.record.attempt + 1
@@ -91,7 +98,10 @@ class NextDelivery:
         alone = ", alone in its process" if isolates and lapsed >= SUSPECT_AFTER else ""
         counted = attempt - (lapsed - lapsed_alone if isolates else 0)
         last = f"; a failure would be final (max_attempts = {max_attempts})"
-        return f"would be {action}, as attempt {attempt}{alone}{last if counted >= max_attempts else self._blocks()}"
+        asked = ", unless its reconcile function finds that an earlier attempt has had its effect"
+        answered = asked if self.reconciles else ""
+        final = last if counted >= max_attempts else self._blocks()
+        return f"would be {action}, as attempt {attempt}{alone}{answered}{final}"
 
     def _while_held(self) -> str:
         if self.config.on_in_progress is OnInProgress.WAIT:
@@ -115,6 +125,11 @@ def _completed(state: RecordState) -> str:
     else:
         answer = "answered with the stored result"
     return f"would not be handled, but {answer}, {_until(state)}"
+
+
+def is_unknown(error: str) -> bool:
+    """Whether a record has failed with this error because no reconcile function knew the outcome of its attempts."""
+    return error.startswith(f"{OutcomeUnknownError.__name__}:")
 
 
 def _replay(generation: int, found: IdempotencyRecord | Corrupt) -> str:
