@@ -28,6 +28,8 @@ FIGURES: Final = (
     "lost",
     "repeats",
     "fenced_repeats",
+    "asked",
+    "found",
 )
 
 

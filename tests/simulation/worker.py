@@ -15,7 +15,7 @@ from tests.simulation.history import SimulatedObserver
 from tests.simulation.processes import Process, spawn
 from tests.simulation.producer import SimulatedPublisher
 from tests.simulation.store import SimulatedStoreClient
-from tests.simulation.workload import ROUTER, SCOPE
+from tests.simulation.workload import SCOPE
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -60,7 +60,7 @@ class Worker:
         client = self.client = SimulatedStoreClient(world.server, world.store_network, self._ahead)
         manager = IdempotencyManager(setup.config, client, observer, scope=SCOPE, owner=self.process.name)
         publisher = SimulatedPublisher(setup.kafka, observer, world.broker)
-        dispatcher = IdempotentEventDispatcher(ROUTER, manager, invoke=world.handlers, publisher=publisher)
+        dispatcher = IdempotentEventDispatcher(world.router, manager, invoke=world.handlers, publisher=publisher)
         self._service = ServiceWorker(SCOPE, dispatcher, publisher, setup.kafka, setup.service, consumer=self._join)
         if self._is_stopping:
             self._service.stop()

@@ -16,6 +16,7 @@ from integr8s_idem.errors import PermanentError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.handler_calls import HandlerCall, RegisteredHandler
 from integr8s_idem.handlers.router import EventRouter
+from integr8s_idem.reconciliation import Answer, Done, NotDone, Unknown
 from tests.simulation.history import History, Run
 from tests.simulation.processes import PROCESS, Process
 
@@ -75,6 +76,8 @@ class Habits:
     """The id of an event whose handlers kill their process; empty if there is none."""
     calm: bool = False
     """Whether all handlers are fast, so that the run ends."""
+    unknown: float = 0.0
+    """How often reconcile functions do not know the outcome."""
 
     @staticmethod
     def of(random: Random) -> Habits:
@@ -125,7 +128,11 @@ class Handlers:
         process = PROCESS.get()
         assert process is not None
         event, attempt = call.event, call.attempt
-        plan = plan_of(self.seed, handler.name, event.event_id, self.habits)
+        # The event itself may have been changed by an earlier attempt.
+        event_id = attempt.label.removeprefix(f"{event.event_type}:")
+        plan = plan_of(self.seed, handler.name, event_id, self.habits)
+        if handler.is_reconcile:
+            return await self._reconcile(plan, handler.name, call)
         run = self.history.begin(process, attempt, f"{handler.name} {getattr(event, 'number')}")  # noqa: B009  # any kind
         how = "returned"
         # Harmless in the final phase, in which processes are not restarted.
@@ -161,25 +168,46 @@ class Handlers:
         if number <= plan.failures + plan.late_failures:
             raise ValueError("as planned, after the effect")
         if plan.ships:
-            call.outgoing.publish(
-                Shipped(number=getattr(call.event, "number", 0), timestamp=WHEN, aggregate_id=call.event.aggregate_id)
-            )
+            _ship(call)
         return f"{run.key} at {run.fence}"
 
+    async def _reconcile(self, plan: Plan, handler: str, call: HandlerCall) -> Answer:
+        """Look for the effect, as a reconcile function that finds each effect that has happened."""
+        attempt = call.attempt
+        random = Random(f"{self.seed}/{handler}/{attempt.label}/{attempt.number}/reconcile")  # a simulation
+        self.history.note("reconcile", attempt.label, attempt.number, attempt.fence)
+        await asyncio.sleep(random.expovariate(5))
+        if not self.habits.calm and random.random() < self.habits.unknown:
+            if random.random() < 0.5:
+                raise OSError("as planned, instead of an answer")
+            return Unknown(retry_after=random.uniform(0, 2))
+        if not self.history.has_effect(attempt):
+            return NotDone()
+        if plan.ships:
+            _ship(call)
+        return Done(f"{attempt.key} as found by {attempt.fence}")
 
-def make_router() -> EventRouter:
-    async def never(event: BaseEvent) -> None:
+
+def _ship(call: HandlerCall) -> None:
+    event = call.event
+    call.outgoing.publish(Shipped(number=getattr(event, "number", 0), timestamp=WHEN, aggregate_id=event.aggregate_id))
+
+
+def make_router(*, reconciles: bool) -> EventRouter:
+    async def never(event: BaseEvent) -> Any:
         raise AssertionError("unreachable: `Handlers` runs the plan instead")
 
     router = EventRouter()
     for name in HANDLERS["placed"]:
-        router.on(Placed, name=name)(never)
+        router.on(Placed, name=name, reconcile=never if reconciles else None)(never)
     for name in HANDLERS["shipped"]:
         router.on(Shipped, name=name)(never)
     return router
 
 
-ROUTER: Final = make_router()
+ROUTER: Final = make_router(reconciles=False)
+RECONCILING: Final = make_router(reconciles=True)
+"""The same handlers, with reconcile functions for those of placed orders."""
 
 
 @dataclass(frozen=True, slots=True)

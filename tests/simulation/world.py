@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from tests.simulation.worker import Worker
 from tests.simulation.workload import (
     HANDLERS,
     LEASE,
+    RECONCILING,
+    ROUTER,
     SCOPE,
     TOPICS,
     WHEN,
@@ -32,6 +35,7 @@ from tests.simulation.workload import (
     Placed,
     Setup,
     draw_setup,
+    plan_of,
 )
 
 PLACES: Final = "ABCD"
@@ -54,6 +58,15 @@ def markers_of(seed: int) -> Callable[[], int]:
     return lambda: random.randint(1, 3) if random.random() < often else 0
 
 
+def reconciling_of(seed: int) -> float | None:
+    """Return how often reconcile functions do not know the outcome; `None` if there are none, as in half of all runs.
+
+    It has a random generator of its own, like `markers_of`.
+    """
+    random = Random(f"{seed}/reconcile")  # a simulation
+    return random.choice((0.0, 0.0, 0.3)) if random.random() < 0.5 else None
+
+
 class World:
     """The state of a run."""
 
@@ -64,6 +77,10 @@ class World:
         self.setup: Setup = draw_setup(random)
         self.habits = Habits.of(random)
         self.handlers = Handlers(seed, self.habits, self.history, self._kill)
+        self.router = ROUTER
+        if (unknown := reconciling_of(seed)) is not None:
+            self.router, self.habits.unknown = RECONCILING, unknown
+            self.history.reconciles = frozenset(HANDLERS["placed"])
         self.store_network = Network(random)
         self.server = Server(self.history)
         self.broker = Broker(self.history, random, Network(random), TOPICS, random.randint(1, 2))
@@ -290,6 +307,7 @@ class World:
             if key not in truth.sink:
                 history.violate("L", f"{key} is completed without an effect")
         self._judge_crashes()
+        self._judge_outgoing()
         history.judge_repeats()
         if self.setup.service.ordering != "none":
             history.judge_order(self._lanes())
@@ -309,6 +327,18 @@ class World:
                     what = f"{message.topic} {message.offset}"
                     self.history.violate("K", f"{what} is given up because of crashes of another event")
 
+    def _judge_outgoing(self) -> None:
+        """Check P: work that is completed has published its event, also if a reconcile function found its effect."""
+        logs = self.broker.logs.items()
+        shipped = {_number_of(message) for at, log in logs for message in log if at.topic == "shipped"}
+        placed = [message for at, log in logs for message in log if at.topic == "placed" and not message.is_marker]
+        for message in placed:
+            event_id = dict(message.headers)["event_id"].decode()
+            [key] = [key for key in self._keys_of(message) if ":pack:" in key]
+            ships = plan_of(self.seed, "pack", event_id, self.habits).ships
+            if ships and key in self.history.truth.completed and _number_of(message) not in shipped:
+                self.history.violate("P", f"{key} is completed, but its event is not published")
+
     def _lanes(self) -> list[list[str]]:
         """Return the keys by lane in log order, without keys that were given up or lost, which have no order."""
         lanes: dict[Any, list[str]] = {}
@@ -327,6 +357,11 @@ class World:
                     if key not in exempt:
                         lanes.setdefault((partition, message.key if by_key else None, name), []).append(key)
         return list(lanes.values())
+
+
+def _number_of(message: Message) -> int:
+    """Return the number of an order, or -1 for a marker of a transaction."""
+    return -1 if message.is_marker else int(json.loads(message.value or b"{}").get("number", -1))
 
 
 @dataclass(frozen=True, slots=True)
