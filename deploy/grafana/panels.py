@@ -198,12 +198,14 @@ PROBLEMS: Final = Row(
         ),
         per_minute(
             "Failures and retries",
-            "Runs of handlers that raised or timed out, deliveries to be retried, and events discarded by a rule. "
+            "Runs of handlers that raised or timed out, deliveries to be retried, events discarded by a rule, and "
+            "questions to reconcile functions. "
             "Rising: read the tracebacks in the log; events that keep failing are dead-lettered. "
             f"See IdempotencyHandlersFail in {GUIDE}.",
             "handler_failures",
             "retries",
             "events_discarded",
+            "reconciliations",
         ),
         per_minute(
             "Takeovers, prevented late starts, isolated runs",
