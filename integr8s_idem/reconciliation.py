@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any, TypeAlias
 
 from integr8s_idem.config.durations import Duration, duration
+from integr8s_idem.errors import ApplicationError
 
 __all__ = ["Answer", "Done", "NotDone", "Unknown"]
 
@@ -56,7 +57,10 @@ class Unknown:
         Raises:
             ApplicationError: `retry_after` is negative or not a duration.
         """
-        object.__setattr__(self, "retry_after", duration(retry_after, "retry_after"))
+        length: timedelta | None = duration(retry_after, "retry_after")
+        if length is None:
+            raise ApplicationError("Unknown needs a delay, as in Unknown(retry_after=60)")
+        object.__setattr__(self, "retry_after", length)
         object.__setattr__(self, "reason", reason)
 
 

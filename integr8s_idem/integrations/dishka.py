@@ -386,4 +386,6 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
 
 
 def _injected(function: HandlerFunction) -> HandlerFunction:
-    return functools.wraps(function)(inject(function))
+    injected = inject(function)
+    # A function without such parameters is returned unchanged, and must not be said to wrap itself.
+    return injected if injected is function else functools.wraps(function)(injected)
