@@ -31,7 +31,7 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "faststream": ("integrations.faststream",),
     "dishka": ("integrations.dishka",),
     "messages": ("codecs", "keys.fingerprints"),
-    "failures": ("failures",),
+    "failures": ("failures", "reconciliation"),
     "records": ("records", "engine.work"),
     "stores": ("stores", "stores.memory", "stores.redis", "stores.sql", "stores.dynamodb"),
     "settings": ("config",),

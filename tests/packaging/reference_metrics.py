@@ -64,6 +64,7 @@ def page() -> str:
     lines += ["## Label values", ""]
     values = {
         "phase": [phase.name.lower() for phase in Phase],
+        "answer": metric_labels.ANSWERS,
         "reason": [
             *dict.fromkeys(
                 [
