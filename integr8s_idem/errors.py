@@ -14,7 +14,7 @@ IdempotencyError
 ├── PartialFailureError         raised by batch handlers: some events failed
 ├── TransactionAbortedError     the database rolled a transaction back (deadlock, conflict) (retryable)
 ├── RetryAfter                  raised by handlers: a retry can succeed after a delay       (retryable)
-│   └── OutcomeUnknownError     a reconcile function cannot say what an earlier attempt did (retryable)
+│   └── OutcomeUnknownError     a reconcile function cannot tell what an earlier attempt did
 ├── PermanentError              raised by handlers: a retry cannot succeed
 │   ├── CrashedTooOftenError    as many runs as attempts are allowed ended without an outcome
 │   └── StepInterruptedError    an at-most-once step was started and its outcome is unknown

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from os import urandom
 from typing import Any, Literal
 
 from integr8s_idem.events import BaseEvent
+from integr8s_idem.failures import FailureRule
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import Key
@@ -62,11 +63,11 @@ class Depot:
 
 
 def dispatcher_of(
-    handle: Callable[[ParcelSent], Awaitable[Any]], here: Guarded | None = None, **options: Any
+    handle: Callable[[ParcelSent], Awaitable[Any]], here: Guarded | None = None, failures: Iterable[FailureRule] = ()
 ) -> EventDispatcher:
-    """`options` are passed to `router.on`."""
+    """Return a dispatcher with one handler, guarded if there is a manager."""
     router = EventRouter()
-    router.on(ParcelSent, name="handle", **options)(handle)
+    router.on(ParcelSent, name="handle", failures=failures)(handle)
     return IdempotentEventDispatcher(router, here.manager) if here else EventDispatcher(router)
 
 
