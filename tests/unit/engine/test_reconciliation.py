@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
 from integr8s_idem.config.durations import Duration
 from integr8s_idem.errors import ApplicationError, OutcomeUnknownError, PreviouslyFailedError
 from integr8s_idem.reconciliation import Answer, Done, NotDone, Unknown
@@ -231,3 +232,19 @@ def test_answers_are_values(delay: Duration) -> None:
     assert Unknown(delay, "why") == Unknown(delay, reason="why") != Unknown(delay)
     assert Done({"a": 1}) == Done({"a": 1}) != Done()
     assert NotDone() == NotDone()
+
+
+class JoiningStore(MemoryIdempotencyRepository):
+    """A store that claims to work within the caller's transaction."""
+
+    def joined(self, held: Any) -> Any:
+        return held
+
+
+async def test_a_run_in_a_transaction_of_the_caller_takes_no_reconcile_function() -> None:
+    manager, job = IdempotencyManager(repository=JoiningStore(), scope="billing"), Job()
+
+    async with manager.in_transaction(object()):
+        with pytest.raises(ApplicationError, match="it runs in your transaction"):
+            await manager.run("order:1", job, reconcile=Question(NotDone()))
+    assert job.runs == 0
