@@ -128,8 +128,10 @@ class Handlers:
         process = PROCESS.get()
         assert process is not None
         event, attempt = call.event, call.attempt
-        # The event itself may have been changed by an earlier attempt.
-        event_id = attempt.label.removeprefix(f"{event.event_type}:")
+        event_id = event.event_id
+        if self.history.reconciles:
+            # An earlier attempt may have changed the event, and another worker has to find the same plan.
+            event_id = attempt.label.removeprefix(f"{event.event_type}:")
         plan = plan_of(self.seed, handler.name, event_id, self.habits)
         if handler.is_reconcile:
             return await self._reconcile(plan, handler.name, call)

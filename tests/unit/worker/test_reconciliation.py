@@ -188,7 +188,7 @@ async def test_the_handler_runs_in_the_same_attempt_after_not_done() -> None:
 
         assert questions(harness) == [(2, "NotDone")]
         assert harness.attempts == [2]
-        assert len(harness.published) == 1
+        assert len(harness.messages("charged")) == 1
         assert tally(harness).reconciled == 0
     assert bank.charges == ["1"]
 
