@@ -11,6 +11,7 @@ from dishka import AsyncContainer
 
 from integr8s_idem.config import Settings
 from integr8s_idem.diagnostics import Code, Finding, Severity
+from integr8s_idem.doctor.failure_rules import rule_findings
 from integr8s_idem.doctor.sqlite_file import is_missing
 from integr8s_idem.doctor.store_checks import OUTBOX, STORE, check_repository, refusal
 from integr8s_idem.errors import ApplicationError, StoreError
@@ -66,6 +67,7 @@ async def _check_service(
         topics = topics_read(section_of(service, settings), dispatcher, publisher)
         report.readings.append(reading_of(dispatcher, topics))
         report.findings += _key_findings(service.name, dispatcher)
+        report.findings += rule_findings(service.name, dispatcher)
         report.findings += await _outbox_findings(dispatcher, settings)
         report.uses_store |= bool(opened)
         own = dispatcher.manager.repository if dispatcher.manager is not None else None

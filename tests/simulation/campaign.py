@@ -30,6 +30,8 @@ FIGURES: Final = (
     "fenced_repeats",
     "asked",
     "found",
+    "discarded_keys",
+    "rule_stops",
 )
 
 
@@ -84,7 +86,7 @@ CAMPAIGN: Final = Campaign(
     name="simulation",
     counts="seeds",
     says="a run of two or three workers on virtual time, with faults of the store, the broker and the processes",
-    scenarios=(3, 8, 10, 11, 12, 13, 14, 18, 19, 20, 21, 22, 23, 26, 33, 34, 35, 36, 38, 63, 66, 78),
+    scenarios=(3, 8, 10, 11, 12, 13, 14, 18, 19, 20, 21, 22, 23, 26, 33, 34, 35, 36, 38, 63, 66, 78, 137, 138, 139),
     in_test=1_000,
     target=100_000,
     batch=2_000,
