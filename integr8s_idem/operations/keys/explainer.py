@@ -9,7 +9,6 @@ from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.errors import ApplicationError, IdempotencyError, UndecodableEventError
 from integr8s_idem.failures import FailureRule
 from integr8s_idem.handlers.handler import GuardedExecution
-from integr8s_idem.handlers.reconciliation import ReconcilingEventHandler
 from integr8s_idem.keys import KeySpace, KeyStrategy, generation_key
 from integr8s_idem.operations.keys.explanation import Explanation, MissingRecord, RecordExplanation, newest_after
 from integr8s_idem.operations.keys.kafka_message import (
@@ -311,12 +310,7 @@ class Explainer:
             rules = ()  # callers have none
         elif rules is None:
             rules = self._rules(parsed.scope, parsed.handler, parsed.event_type)
-        reconciles = any(
-            isinstance(handler, ReconcilingEventHandler)
-            for service in self._services
-            for handler in service.guarded
-            if (service.name, handler.name, handler.event_type) == (parsed.scope, parsed.handler, parsed.event_type)
-        )
+        reconciles = any(service.reconciles(parsed) for service in self._services)
         return NextDelivery(config, by_worker=by_worker, isolates=isolates, rules=rules, reconciles=reconciles)
 
     def _rules(self, scope: str, handler: str, event_type: str) -> tuple[FailureRule, ...] | None:
