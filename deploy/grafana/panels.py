@@ -392,6 +392,14 @@ STATE: Final = Row(
             "Events of committed transactions that wait to be published. If it does not fall, Kafka refuses them or no "
             f"worker of the service runs. See IdempotencyOutboxStuck in {GUIDE}. No line: this store has no outbox.",
         ),
+        Panel(
+            "Oldest event of the outbox",
+            (Query(f"max by (service) (idempotency_outbox_age_seconds{SELECTED})"),),
+            "How long the oldest of these events has waited. It grows although others are published: one event is "
+            "refused, and the later ones of its Kafka key wait for it. idempotency_outbox_failures_total counts the "
+            f"attempts, and the log names the event. See IdempotencyOutboxStuck in {GUIDE}.",
+            unit="s",
+        ),
         per_second(
             "Result bytes",
             "result_bytes",

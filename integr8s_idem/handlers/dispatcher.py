@@ -26,7 +26,7 @@ from integr8s_idem.handlers.outgoing import Outgoing, Publisher
 from integr8s_idem.handlers.reconciliation import ReconcilingEventHandler
 from integr8s_idem.handlers.router import EventRouter, Invoke
 from integr8s_idem.keys import KeyResolver, KeyStrategy
-from integr8s_idem.stores.outbox import Outbox
+from integr8s_idem.stores.outbox import OutboxStore
 from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.telemetry.log_fields import logging_as
 
@@ -46,7 +46,7 @@ class EventDispatcher:
     """Runs the handlers of a router.  Handlers of one event are independent of each other."""
 
     manager: IdempotencyManager | None = None
-    outbox: Outbox | None = None
+    outbox: OutboxStore | None = None
     """Contains events of transactions, for a relay to publish."""
     ttl: timedelta | None = None
     """How long records are kept; `None` without records."""
@@ -186,7 +186,7 @@ class IdempotentEventDispatcher(EventDispatcher):
         invoke: Invoke = call_with_event,
         publisher: Publisher | None = None,
         timeout: Duration | None = None,
-        outbox: Outbox | None = None,
+        outbox: OutboxStore | None = None,
         codec: Codec | None = None,
         failures: Iterable[FailureRule] = (),
     ) -> None:
