@@ -15,6 +15,7 @@ IdempotencyError
 ├── PartialFailureError         raised by batch handlers: some events failed
 ├── TransactionAbortedError     the database rolled a transaction back (deadlock, conflict) (retryable)
 ├── RetryAfter                  raised by handlers: a retry can succeed after a delay       (retryable)
+│   └── OutcomeUnknownError     a reconcile function cannot tell what an earlier attempt did
 ├── PermanentError              raised by handlers: a retry cannot succeed
 │   ├── CrashedTooOftenError    as many runs as attempts are allowed ended without an outcome
 │   └── StepInterruptedError    an at-most-once step was started and its outcome is unknown
@@ -378,6 +379,14 @@ class RetryAfter(IdempotencyError):  # noqa: N818  # named after the HTTP header
     def _message(self) -> str:
         why = f": {_sentence(self.reason)}" if self.reason else "."
         return f"the handler asks for a retry after {_seconds(self.delay)}{why}"
+
+
+class OutcomeUnknownError(RetryAfter):
+    """A reconcile function answered `Unknown`: nobody knows yet whether an earlier attempt has had its effect."""
+
+    def _message(self) -> str:
+        why = f": {_sentence(self.reason)}" if self.reason else "."
+        return f"the outcome of an earlier attempt is unknown; it is asked for again after {_seconds(self.delay)}{why}"
 
 
 class PermanentError(IdempotencyError):

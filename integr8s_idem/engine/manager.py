@@ -30,6 +30,7 @@ from integr8s_idem.engine.iterators import refuse_iterator
 from integr8s_idem.engine.leases import LeaseKeeper
 from integr8s_idem.engine.measured_store import measured
 from integr8s_idem.engine.outcomes import error_of
+from integr8s_idem.engine.reconciliation import Question, reconciled
 from integr8s_idem.engine.results import (
     decode_result,
     discarded_error,
@@ -51,6 +52,7 @@ from integr8s_idem.errors import (
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.keys import LAST_GENERATION, Key, KeySpace, generation_key
 from integr8s_idem.keys.fingerprints import given_fingerprint
+from integr8s_idem.reconciliation import Answer
 from integr8s_idem.records import (
     Completed,
     Completion,
@@ -450,6 +452,7 @@ class IdempotencyManager:
         on_in_progress: OnInProgress | Literal["wait", "raise", "skip"] | None = None,
         wait_timeout: Duration | None = None,
         on_failure: OnFailure | Literal["retry", "block"] | None = None,
+        reconcile: Callable[[], Awaitable[Answer]] | None = None,
     ) -> T:
         """Run the work of `key` once; every other caller gets the result of the first run.
 
@@ -463,12 +466,15 @@ class IdempotencyManager:
                 `skip` returns `None`: the outcome is unknown.
             wait_timeout: How long to wait for a concurrent duplicate; as configured if `None`.
             on_failure: What a failed run means for the next caller; as configured if `None`.
+            reconcile: Async function that finds out whether an earlier attempt has had its effect.  It is asked before
+                each run that may repeat the effect; see `integr8s_idem.reconciliation`.
 
         Raises:
             InProgressError: Another caller runs the work, and the policy is not to wait; after a wait that took too
                 long, `IdempotencyConflictError`.
             ApplicationError: The call is made from within the run of the same key, which would wait for itself; or
-                `function` is not callable, or does not return an awaitable.
+                `function` is not callable, or does not return an awaitable; or `reconcile` is given in a transaction.
+            OutcomeUnknownError: `reconcile` answered `Unknown`; the key is free, or FAILED after the last attempt.
             KeyReusedError: The key was used with another payload.
             PreviouslyFailedError: An earlier run was given up.
             LeaseLostError: The lease expired during the run; its side effects may have happened.
@@ -494,8 +500,17 @@ class IdempotencyManager:
                 raise _not_awaitable(work, function, running)
             return running
 
+        question: Question | None = None
+        if reconcile is not None:
+            refuse_call(reconcile, "manager.run(key, function, reconcile=find)")
+            question = partial(_asked, reconcile)
         return await self.run_work(
-            work, without_attempt, returns=function, on_in_progress=wait, wait_timeout=longest_wait
+            work,
+            without_attempt,
+            returns=function,
+            on_in_progress=wait,
+            wait_timeout=longest_wait,
+            question=question,
         )
 
     def run_work(
@@ -506,10 +521,21 @@ class IdempotencyManager:
         returns: Callable[..., object] | None,
         on_in_progress: OnInProgress | None = None,
         wait_timeout: timedelta | None = None,
+        question: Question | None = None,
     ) -> Coroutine[Any, Any, T]:
-        """Run a function that receives its `Attempt`.  Replayed results have the return type of `returns`."""
+        """Run a function that receives its `Attempt`.  Replayed results have the return type of `returns`.
+
+        `question`: calls its reconcile function.
+
+        Raises:
+            ApplicationError: There is a reconcile function, and the work is done in a transaction of the caller.
+        """
         work.returns = returns
         joined = _JOINED.get()
+        if question is not None:
+            if joined is not None and joined[0] is self:
+                raise _never_unknown(work)
+            function = reconciled(function, question, self.observer, work.key.label)
         one_pass: Callable[[], Awaitable[Outcome[T]]]
         if joined is not None and joined[0] is self:
             one_pass = partial(self.executor.execute_joined, joined[1], work, function)
@@ -598,6 +624,18 @@ class _InTransaction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _JOINED.reset(self._token)
+
+
+async def _asked(reconcile: Callable[[], Awaitable[Answer]], _: Attempt) -> Answer:
+    return await reconcile()
+
+
+def _never_unknown(work: Work) -> ApplicationError:
+    return ApplicationError(
+        f"{work.key.label} has a reconcile function, but it runs in your transaction, which contains its record: "
+        "if that is rolled back, nobody can know of an earlier attempt. Remove reconcile=…, or call it outside of "
+        "in_transaction()"
+    )
 
 
 def _not_awaitable(work: Work, function: Callable[..., object], returned: object) -> ApplicationError:

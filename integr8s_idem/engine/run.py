@@ -48,6 +48,7 @@ from integr8s_idem.engine.work import (
 from integr8s_idem.errors import (
     CrashedTooOftenError,
     LeaseLostError,
+    OutcomeUnknownError,
     PermanentError,
     ResultNotStoredError,
     TransactionAbortedError,
@@ -509,7 +510,9 @@ class Run(ActiveRun):
             return rule.is_last(attempt, config.max_attempts)
         return (
             isinstance(error, PermanentError)
-            or (work.on_failure or config.on_failure) is OnFailure.BLOCK
+            or (
+                (work.on_failure or config.on_failure) is OnFailure.BLOCK and not isinstance(error, OutcomeUnknownError)
+            )
             or (work.gives_up and attempt >= config.max_attempts)
         )
 

@@ -105,7 +105,7 @@ def key_maker(source: KeySource, signature: inspect.Signature, name: str) -> Cal
     if isinstance(source, str):
         return _template(source, signature, name)
     if callable(source):
-        return _function_of(source, signature)
+        return function_of_arguments(source, signature)
     if not source:
         raise InvalidKeyError(f"the list of fields is empty: all calls of {name} would have the same key")
     return _template(",".join(f"{text}={{{text}}}" for text in source), signature, name)
@@ -129,7 +129,7 @@ def fingerprint_maker(
     if source is None:
         return lambda _: None
     if callable(source):
-        return _fingerprint_by(_function_of(source, signature))
+        return _fingerprint_by(function_of_arguments(source, signature))
     if isinstance(source, str):
         raise InvalidKeyError(f"fingerprint takes a list of fields, such as [{source!r}], or a function")
     return _fingerprint_of_parts([_field(text, signature, name, "fingerprint") for text in source], function)
@@ -168,7 +168,7 @@ def _annotations(function: Callable[..., Any] | None) -> dict[str, Any]:
         return {}
 
 
-def _function_of(make: Callable[..., Any], signature: inspect.Signature) -> Callable[[Arguments], Any]:
+def function_of_arguments(make: Callable[..., Any], signature: inspect.Signature) -> Callable[[Arguments], Any]:
     """Return `make` adapted to a call.
 
     It receives the arguments that its parameters name, or all arguments as passed if it has other parameter names.

@@ -22,10 +22,12 @@ from integr8s_idem._util.context_vars import CURRENT, Container
 from integr8s_idem.config import OnFailure, OnInProgress, chosen
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.reconciliation import Question
 from integr8s_idem.engine.results import materialized, refuse_generator, return_type_of, why_unreadable
 from integr8s_idem.engine.work import Attempt, Work
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.functions.argument_keys import Arguments, FingerprintSource, KeySource, fingerprint_maker, key_maker
+from integr8s_idem.functions.reconcilers import reconciler
 from integr8s_idem.functions.sync_bridge import Here, in_a_loop, is_async, own_loop, refuse_awaitable, wait_for
 
 __all__ = ["idempotent"]
@@ -43,6 +45,7 @@ def idempotent(
     fingerprint: FingerprintSource | None = None,
     re_execute_on_read: bool = False,
     on_failure: OnFailure | Literal["retry", "block"] | None = None,
+    reconcile: Callable[..., object] | None = None,
     manager: IdempotencyManager | None = None,
     container: Container | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -64,6 +67,9 @@ def idempotent(
             Without it calls with equal keys are duplicates.  Records made with other fields are not compared.
         re_execute_on_read: Store no outcome, not even a failure: a later call runs again, but never concurrently.
         on_failure: What a failed run means for the next call; as configured if `None`.
+        reconcile: Finds out whether an earlier attempt has had its effect, and is asked before each run that may repeat
+            it; see `integr8s_idem.reconciliation`.  It is `async def` or `def` like the function, and receives the
+            arguments that its parameters name.
         manager: The manager that guards the function.
         container: A Dishka `AsyncContainer` that provides a manager.
 
@@ -73,6 +79,7 @@ def idempotent(
             be converted, or a generator function, which returns before its work is done.
             At a call: no manager was found, the call requests a key that it is running itself, or a plain function is
             called in the thread of an event loop.
+        OutcomeUnknownError: At a call: `reconcile` answered `Unknown`; call again after its `delay`.
         IdempotencyConflictError: At a call: a concurrent duplicate is still running after `lock_timeout`.
         IdempotencyError: At a call: any error of `IdempotencyManager.run`.
     """
@@ -82,6 +89,11 @@ def idempotent(
     if re_execute_on_read and (ttl is not None or block is not None):
         raise ApplicationError(
             "re_execute_on_read stores no outcome, so ttl and on_failure have no effect: remove them"
+        )
+    if re_execute_on_read and reconcile is not None:
+        raise ApplicationError(
+            "re_execute_on_read runs the function for each call, so the effect of an earlier call says nothing about "
+            "this one: remove reconcile"
         )
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -99,6 +111,7 @@ def idempotent(
             scope,
             re_execute_on_read,
             block,
+            None if reconcile is None else reconciler(reconcile, signature, function),
             manager,
             container,
         )
@@ -150,6 +163,7 @@ class _Guard:
     scope: str | None
     forgotten: bool
     on_failure: OnFailure | None
+    reconcile: Callable[[Arguments], Any] | None
     manager: IdempotencyManager | None
     container: Container | None
 
@@ -159,7 +173,14 @@ class _Guard:
         async def work(_: Attempt) -> Any:
             return await self.function(*args, **kwargs)
 
-        return await self._run(await self._manager_of(call), call, work)
+        question: Question | None = None
+        if (reconcile := self.reconcile) is not None:
+
+            async def ask(_: Attempt) -> Any:
+                return await reconcile(call)
+
+            question = ask
+        return await self._run(await self._manager_of(call), call, work, question)
 
     def run_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_a_loop():
@@ -177,7 +198,14 @@ class _Guard:
                 refuse_awaitable(value, self.function)
                 return value
 
-            return await self._run(manager, call, work)
+            question: Question | None = None
+            if (reconcile := self.reconcile) is not None:
+
+                async def ask(attempt: Attempt) -> Any:
+                    return await here(lambda: reconcile(call), attempt)
+
+                question = ask
+            return await self._run(manager, call, work, question)
 
         return wait_for(manager.running_loop or own_loop(), guard)
 
@@ -187,7 +215,11 @@ class _Guard:
         return Arguments(self.signature, args, kwargs, injected=injected)
 
     async def _run(
-        self, manager: IdempotencyManager, call: Arguments, work: Callable[[Attempt], Awaitable[Any]]
+        self,
+        manager: IdempotencyManager,
+        call: Arguments,
+        work: Callable[[Attempt], Awaitable[Any]],
+        question: Question | None,
     ) -> Any:
         if self.scope is not None:
             manager = manager.in_scope(self.scope)
@@ -200,7 +232,12 @@ class _Guard:
             forgotten=self.forgotten,
         )
         return await manager.run_work(
-            request, work, returns=self.function, on_in_progress=self._policy(manager), wait_timeout=self.lock_timeout
+            request,
+            work,
+            returns=self.function,
+            on_in_progress=self._policy(manager),
+            wait_timeout=self.lock_timeout,
+            question=question,
         )
 
     def _policy(self, manager: IdempotencyManager) -> OnInProgress:

@@ -7,8 +7,9 @@ key.  Handlers do not depend on the dispatcher, which is chosen in the providers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from integr8s_idem.codecs import Codec
@@ -16,11 +17,13 @@ from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.work import Outcome
+from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.failures import FailureRule, checked_rules
 from integr8s_idem.handlers.handler import EventHandler, HandlerExecution, IdempotentEventHandler
 from integr8s_idem.handlers.handler_calls import HandlerFunction, RegisteredHandler, call_with_event
 from integr8s_idem.handlers.outgoing import Outgoing, Publisher
+from integr8s_idem.handlers.reconciliation import ReconcilingEventHandler
 from integr8s_idem.handlers.router import EventRouter, Invoke
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.stores.outbox import OutboxStore
@@ -97,7 +100,17 @@ class EventDispatcher:
                 handler.invoke = invoke
 
     def wrap(self, registered: RegisteredHandler) -> EventHandler:
-        """Create the runnable handler; `IdempotentEventDispatcher` creates a guarded one."""
+        """Create the runnable handler; `IdempotentEventDispatcher` creates a guarded one.
+
+        Raises:
+            ApplicationError: The handler has a reconcile function, which needs the attempts of a guarded handler.
+        """
+        if registered.reconcile is not None:
+            raise ApplicationError(
+                f"handler {registered.name} has a reconcile function, which is asked only if the handler is guarded, "
+                "because a plain dispatcher does not know of earlier attempts: use IdempotentDispatcherProvider, or "
+                "remove reconcile=…"
+            )
         return EventHandler(
             registered.function,
             name=registered.name,
@@ -214,7 +227,10 @@ class IdempotentEventDispatcher(EventDispatcher):
         )
 
     def wrap(self, registered: RegisteredHandler) -> IdempotentEventHandler:
-        return IdempotentEventHandler(
+        make: Callable[..., IdempotentEventHandler] = IdempotentEventHandler
+        if registered.reconcile is not None:
+            make = partial(ReconcilingEventHandler, reconcile=registered.reconcile)
+        return make(
             registered.function,
             self.manager,
             resolver=self.resolver,

@@ -353,9 +353,10 @@ class EventHandler:
         batch = Batch([member.attempt for member in members], [member.outgoing for member in members])
         call = BatchCall([member.event for member in members], batch, [member.run for member in members])
         with self.observer.batch(self.event_type, [member.context for member in members], self.name):
-            return await self._call(call)
+            return await self.call(call)
 
-    def _call(self, call: HandlerCall | BatchCall) -> Coroutine[Any, Any, Any]:
+    def call(self, call: HandlerCall | BatchCall) -> Coroutine[Any, Any, Any]:
+        """Call the function of the handler, for at most its timeout, without publishing its events."""
         return self._invoke(call) if self._timeout is None else self._invoke_for(call, self._timeout)
 
     async def _invoke_for(self, call: HandlerCall | BatchCall, longest: timedelta) -> Any:
@@ -479,7 +480,7 @@ class IdempotentEventHandler(EventHandler):
             await writer.write(value, [self._message(each) for each in events], transaction)
             recorded[:] = [value]
 
-        result = await self._call(HandlerCall(event, attempt, outgoing, before_commit))
+        result = await self.call(HandlerCall(event, attempt, outgoing, before_commit))
         self.observer.count(Signal.HANDLED, event.event_type)
         # `invoke` may return an iterator, which was already read for the record.
         return recorded[0] if recorded else result

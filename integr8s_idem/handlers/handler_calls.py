@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +19,7 @@ from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent, event_type_of
 from integr8s_idem.failures import FailureRule
 from integr8s_idem.handlers.outgoing import Outgoing
+from integr8s_idem.reconciliation import ReconcileFunction
 
 HandlerFunction = Callable[..., Awaitable[Any]]
 
@@ -144,10 +145,21 @@ class RegisteredHandler:
     """The rules of the handler, then those of its router."""
     limit: FieldLimit | None = None
     """How many of its events a worker handles at a time."""
+    reconcile: ReconcileFunction | None = None
+    """Finds out whether an earlier attempt has had its effect; see `integr8s_idem.reconciliation`."""
+    is_reconcile: bool = False
+    """Whether `function` is the reconcile function of the handler with this name."""
 
     @property
     def event_type(self) -> str:
         return event_type_of(self.event)
+
+    @property
+    def functions(self) -> Iterator[HandlerFunction]:
+        """The functions that are called with dependencies."""
+        yield self.function
+        if self.reconcile is not None:
+            yield self.reconcile
 
     @property
     def returns(self) -> HandlerFunction | None:

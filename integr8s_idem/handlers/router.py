@@ -20,6 +20,7 @@ from integr8s_idem.handlers.handler_calls import (
     async_function,
     name_of,
 )
+from integr8s_idem.reconciliation import ReconcileFunction
 
 FunctionT = TypeVar("FunctionT", bound=HandlerFunction)
 P = ParamSpec("P")
@@ -64,6 +65,7 @@ class EventRouter:
         failures: Iterable[FailureRule] = (),
         limit_by: str | None = None,
         at_most: int | None = None,
+        reconcile: ReconcileFunction | None = None,
     ) -> Callable[[Callable[Concatenate[A, P], ResultT]], Callable[Concatenate[A, P], ResultT]]: ...
 
     @overload
@@ -77,6 +79,7 @@ class EventRouter:
         failures: Iterable[FailureRule] = (),
         limit_by: str | None = None,
         at_most: int | None = None,
+        reconcile: ReconcileFunction | None = None,
     ) -> Callable[[Callable[Concatenate[A | B, P], ResultT]], Callable[Concatenate[A | B, P], ResultT]]: ...
 
     @overload
@@ -91,6 +94,7 @@ class EventRouter:
         failures: Iterable[FailureRule] = (),
         limit_by: str | None = None,
         at_most: int | None = None,
+        reconcile: ReconcileFunction | None = None,
     ) -> Callable[[Callable[Concatenate[A | B | C, P], ResultT]], Callable[Concatenate[A | B | C, P], ResultT]]: ...
 
     @overload
@@ -106,6 +110,7 @@ class EventRouter:
         failures: Iterable[FailureRule] = (),
         limit_by: str | None = None,
         at_most: int | None = None,
+        reconcile: ReconcileFunction | None = None,
     ) -> Callable[
         [Callable[Concatenate[A | B | C | D, P], ResultT]], Callable[Concatenate[A | B | C | D, P], ResultT]
     ]: ...
@@ -118,6 +123,7 @@ class EventRouter:
         failures: Iterable[FailureRule] = (),
         limit_by: str | None = None,
         at_most: int | None = None,
+        reconcile: ReconcileFunction | None = None,
     ) -> Callable[[FunctionT], FunctionT]: ...
 
     def on(
@@ -127,6 +133,7 @@ class EventRouter:
         failures: Iterable[FailureRule] = (),
         limit_by: str | None = None,
         at_most: int | None = None,
+        reconcile: ReconcileFunction | None = None,
     ) -> Callable[[FunctionT], FunctionT]:
         """Register a handler of `events`.
 
@@ -141,6 +148,9 @@ class EventRouter:
                 it at a time; the others wait, without a slot and without a lease.  Events whose value is `None` are
                 not limited.
             at_most: That number, for this handler in each worker process.
+            reconcile: Async function that finds out whether an earlier attempt has had its effect.  It takes the event
+                and dependencies like the handler, and is asked before each run that may repeat the effect; see
+                `integr8s_idem.reconciliation`.
 
         Raises:
             ApplicationError: There is no event, an event has no type, another handler of an event has the same name,
@@ -155,10 +165,15 @@ class EventRouter:
         rules, limit = checked_rules(failures), FieldLimit.of(limit_by, at_most, events)
 
         def register(function: FunctionT) -> FunctionT:
-            async_function(function)
-            check_event_parameter(function, events)
+            for each in (function, reconcile):
+                if each is not None:
+                    async_function(each)
+                    check_event_parameter(each, events)
+            known_as = name or name_of(function)
             for event in events:
-                self._add(RegisteredHandler(event, name or name_of(function), function, failures=rules, limit=limit))
+                self._add(
+                    RegisteredHandler(event, known_as, function, failures=rules, limit=limit, reconcile=reconcile)
+                )
             return function
 
         return register

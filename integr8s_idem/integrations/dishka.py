@@ -226,7 +226,8 @@ class DispatcherProvider(Provider):
         super().__init__(scope=scope, component=component, when=when)
         self.router = router
         self.codec = codec
-        self._dependencies = {handler.function: dependencies_of(handler.function) for handler in router.handlers}
+        functions = dict.fromkeys(function for handler in router.handlers for function in handler.functions)
+        self._dependencies = {function: dependencies_of(function) for function in functions}
         for dependencies in self._dependencies.values():
             self.provide(dependencies.make, provides=dependencies.key, scope=Scope.REQUEST)
 
@@ -420,7 +421,8 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
     Add an `EventContextProvider` to the container if handlers use `Attempt`, `Outgoing` or `BaseEvent`.
     Dependencies are resolved when a handler is called, and not checked earlier.
     """
-    wrapped = {handler.function: _injected(handler.function) for handler in dispatcher.router.handlers}
+    functions = dict.fromkeys(function for handler in dispatcher.router.handlers for function in handler.functions)
+    wrapped = {function: _injected(function) for function in functions}
 
     async def invoke(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
         async with scope_of_a_call(container(context_of(call))) as request:
@@ -435,4 +437,6 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
 
 
 def _injected(function: HandlerFunction) -> HandlerFunction:
-    return functools.wraps(function)(inject(function))
+    injected = inject(function)
+    # A function without such parameters is returned unchanged, and must not be said to wrap itself.
+    return injected if injected is function else functools.wraps(function)(injected)

@@ -59,6 +59,7 @@ class Phase(str, Enum):
 
     RESERVE = "idempotency.reserve"
     HANDLE = "idempotency.handle"
+    RECONCILE = "idempotency.reconcile"
     COMPLETE = "idempotency.complete"
     FAIL = "idempotency.fail"
     RELEASE = "idempotency.release"
@@ -139,6 +140,7 @@ class Signal(str, Enum):
     DELIVERED = "idempotency_deliveries"
     HANDLED = "idempotency_events_handled"
     HANDLER_FAILED = "idempotency_handler_failures"
+    RECONCILED = "idempotency_reconciliations"
     RETRY = "idempotency_retries"
     DEAD_LETTER = "idempotency_dead_letters"
     DISCARDED = "idempotency_events_discarded"
@@ -295,7 +297,7 @@ class Observer(Protocol):
         Args:
             event_type: Empty if it is unknown.
             reason: Why a message was not handled as requested, from a closed set.  Only `Signal.DEAD_LETTER`,
-                `Signal.UNDECODABLE` and `Signal.REPLAY_REFUSED` have reasons.
+                `Signal.UNDECODABLE` and `Signal.REPLAY_REFUSED` have reasons.  For `Signal.RECONCILED`, the answer.
         """
         ...
 

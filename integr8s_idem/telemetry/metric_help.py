@@ -32,6 +32,7 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.DELIVERED: "Deliveries received from the broker; undecodable messages have no event type.",
     Signal.HANDLED: "Deliveries whose handler succeeded.",
     Signal.HANDLER_FAILED: "Runs of handlers that raised an error or timed out.",
+    Signal.RECONCILED: "Calls of reconcile functions, by answer; `failed` if there was none.",
     Signal.RETRY: "Deliveries scheduled for a retry.",
     Signal.DEAD_LETTER: "Messages published to a dead-letter topic, by reason.",
     Signal.DISCARDED: "Deliveries whose handler failed with an error that a rule discards.",

@@ -14,7 +14,7 @@ MAX_LABELS: Final = 200
 """Maximum distinct event types, and distinct topics, of a service; further ones share the label `other`."""
 MAX_LABEL_LENGTH: Final = 128
 """Maximum characters of a label; longer values are counted as `other`."""
-MAX_REASONS: Final = 20
+MAX_REASONS: Final = 30
 """Maximum distinct reasons of a service."""
 OTHER: Final = "other"
 
@@ -38,6 +38,7 @@ WITHOUT_EVENT_TYPE: Final = frozenset(
 UNDECODABLE_REASONS: Final = ("empty", "malformed", "missing_id", "unknown_type", "unsupported_version", "invalid")
 DEAD_LETTER_REASONS: Final = (
     "handler_failed",
+    "outcome_unknown",
     "previously_failed",
     "key_reused",
     "corrupt_record",
@@ -45,14 +46,17 @@ DEAD_LETTER_REASONS: Final = (
     "no_handler",
 )
 REPLAY_REFUSED_REASONS: Final = ("unsigned", "bad_signature", "malformed", "other_event", "not_failed")
-WITH_REASON: Final = frozenset({Signal.DEAD_LETTER, Signal.UNDECODABLE, Signal.REPLAY_REFUSED})
-"""Signals with a label `reason`."""
+ANSWERS: Final = ("done", "not_done", "unknown", "failed")
+"""Values of the label `answer`."""
+WITH_REASON: Final = frozenset({Signal.DEAD_LETTER, Signal.UNDECODABLE, Signal.REPLAY_REFUSED, Signal.RECONCILED})
+"""Signals with a label `reason`, or `answer`."""
 
 
 def counter_labels(signal: Signal) -> list[str]:
     """Return the names of a counter's labels."""
     event_type = [] if signal in WITHOUT_EVENT_TYPE else ["event_type"]
-    return ["service", *event_type, *(["reason"] if signal in WITH_REASON else [])]
+    reason = "answer" if signal is Signal.RECONCILED else "reason"
+    return ["service", *event_type, *([reason] if signal in WITH_REASON else [])]
 
 
 def gauge_labels(gauge: Gauge) -> list[str]:
@@ -64,6 +68,8 @@ def initial_reasons(signal: Signal, event_type: str) -> tuple[str, ...]:
     """Return the reasons whose counters start at 0; a message that could not be decoded has no event type."""
     if signal not in WITH_REASON:
         return ("",)
+    if signal is Signal.RECONCILED:
+        return ANSWERS
     if signal is Signal.REPLAY_REFUSED:
         return REPLAY_REFUSED_REASONS
     return DEAD_LETTER_REASONS if event_type else UNDECODABLE_REASONS

@@ -16,6 +16,7 @@ from integr8s_idem.telemetry import Observation, Phase, Signal
 from integr8s_idem.telemetry.convention_metrics import ConventionSeries
 from integr8s_idem.telemetry.exemplars import Exemplars
 from integr8s_idem.telemetry.metric_labels import (
+    ANSWERS,
     DEAD_LETTER_REASONS,
     MAX_REASONS,
     UNDECODABLE_REASONS,
@@ -58,7 +59,7 @@ class ServiceSeries:
         self.conventions = ConventionSeries()
         self._event_types = BoundedLabels()
         self._topics = BoundedLabels()
-        self._reasons = BoundedLabels(MAX_REASONS, known=(*UNDECODABLE_REASONS, *DEAD_LETTER_REASONS))
+        self._reasons = BoundedLabels(MAX_REASONS, known=(*UNDECODABLE_REASONS, *DEAD_LETTER_REASONS, *ANSWERS))
         self._lock = Lock()
         for signal in Signal:
             self._start_counters(signal, "")

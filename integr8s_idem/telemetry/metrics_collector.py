@@ -83,7 +83,7 @@ class _Families:
         """Add the series of a service."""
         totals = service.tallies.totals()
         for (signal, event_type, reason), created in service.counters.copy().items():
-            labels = {"service": name, "event_type": event_type, "reason": reason}
+            labels = {"service": name, "event_type": event_type, "reason": reason, "answer": reason}
             values = [labels[label] for label in counter_labels(signal)]
             count = totals.counts.get(event_type, {}).get(counted(signal, reason), 0)
             self.counters[signal].add_metric(values, count, created if self._has_created else None)

@@ -78,7 +78,18 @@ SPANS: Final = (
         "for a guarded function or request, to the span of its reservation",
     ),
     _phase(Phase.WAIT, "The wait for another run of the same work, once per wait.", conventions.LOOKS),
-    _phase(Phase.HANDLE, "A call of a handler, or of a guarded function.", conventions.ATTEMPT),
+    _phase(
+        Phase.HANDLE,
+        "A call of a handler, or of a guarded function, with the call of its reconcile function, if there is one.",
+        conventions.ATTEMPT,
+    ),
+    _phase(
+        Phase.RECONCILE,
+        "A call of a reconcile function, as a child of the `idempotency.handle` span. After `done`, the handler is not "
+        "called.",
+        conventions.ATTEMPT,
+        conventions.ANSWER,
+    ),
     SpanHelp(
         "idempotency.handle_batch",
         "internal",
@@ -169,6 +180,15 @@ process order_placed (executed, attempt 2, OSError)
     idempotency.release
     idempotency.reserve (Reserved, released, attempt 2)
     idempotency.handle (attempt 2)
+    idempotency.complete""",
+    "takeover, reconciled": """\
+process order_placed
+process order_placed (executed, attempt 2)
+    idempotency.reserve (InProgress)
+    idempotency.wait
+    idempotency.reserve (Reserved, lapsed, attempt 2, previous_attempt → process order_placed)
+    idempotency.handle (attempt 2)
+        idempotency.reconcile (done, attempt 2)
     idempotency.complete""",
     "dead letter": _DEAD_LETTER,
     "discarded": """\

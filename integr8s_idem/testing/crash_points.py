@@ -270,9 +270,11 @@ class CrashingPublisher(EventPublisher):
 
 
 def crashing_invoke(plan: CrashPlan, invoke: Invoke = call_with_event) -> Invoke:
-    """Wrap `invoke` with points before and after each handler call."""
+    """Wrap `invoke` with points before and after each handler call, but not around calls of reconcile functions."""
 
     async def call(handler: RegisteredHandler, what: HandlerCall | BatchCall) -> Any:
+        if handler.is_reconcile:
+            return await invoke(handler, what)
         plan.reached(CrashPoint.BEFORE_HANDLER)
         result = await invoke(handler, what)
         plan.reached(CrashPoint.AFTER_HANDLER)

@@ -215,6 +215,11 @@ class WorkerHarness:
         return [run.attempt for run in self.runs]
 
     @property
+    def reconciliations(self) -> list[HandlerRun]:
+        """All calls of reconcile functions, in the order in which they started."""
+        return list(self._here.world.reconciliations)
+
+    @property
     def published(self) -> list[BaseEvent]:
         """The events that handlers have published, without repetitions, which the next service would drop."""
         return list(self._here.world.events.published.values())

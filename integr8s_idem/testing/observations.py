@@ -12,7 +12,7 @@ from integr8s_idem.worker.dead_letters import PREFIX
 
 @dataclass(slots=True)
 class HandlerRun:
-    """One run of a handler, recorded from its start."""
+    """One run of a handler, or one call of its reconcile function, recorded from its start."""
 
     service: str
     handler: str
@@ -20,7 +20,8 @@ class HandlerRun:
     attempt: int
     """1 for the first attempt; higher if earlier runs failed, were stopped or crashed."""
     how: str = "running"
-    """running, returned, cancelled, crashed, or the class name of the error."""
+    """running, returned, cancelled, crashed, or the class name of the error; of a reconcile function: Done, NotDone or
+    Unknown instead of returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class DeadLetterSeen:
 
     topic: str
     reason: str
-    """handler_failed, previously_failed, key_reused, malformed, …"""
+    """handler_failed, outcome_unknown, previously_failed, key_reused, malformed, …"""
     error: str
     """Class and message of the error, shortened if necessary."""
     attempts: int

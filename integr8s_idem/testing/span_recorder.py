@@ -77,8 +77,9 @@ class RecordedSpan:
         return _only([each for each in self.children if each.name == name], name, self.children)
 
     def __str__(self) -> str:
-        verdict, previous = (str(self.attributes.get(name, "")) for name in (conventions.VERDICT, conventions.PREVIOUS))
-        facts = [self.outcome, verdict, previous, f"attempt {self.attempt}" if self.attempt else "", self.error_type]
+        names = (conventions.VERDICT, conventions.PREVIOUS, conventions.ANSWER)
+        answers = (str(self.attributes.get(name, "")) for name in names)
+        facts = [self.outcome, *answers, f"attempt {self.attempt}" if self.attempt else "", self.error_type]
         facts += [f"{relation} → {other.name}" for relation, other in self.links.items() if relation != PRODUCER]
         described = ", ".join(filter(None, facts))
         return f"{self.name} ({described})" if described else self.name

@@ -109,6 +109,8 @@ class World:
     overrides: Overrides
     points: Points = field(default_factory=Points)
     runs: list[HandlerRun] = field(default_factory=list)
+    reconciliations: list[HandlerRun] = field(default_factory=list)
+    """Calls of reconcile functions."""
     events: Events = field(default_factory=Events)
     spans: SpanRecorder = field(default_factory=SpanRecorder)
     sqlite: SqliteStore | None = None
@@ -224,6 +226,8 @@ class WorkerRun:
         points = self._world.points
 
         async def call(handler: RegisteredHandler, what: HandlerCall | BatchCall) -> Any:
+            if handler.is_reconcile:
+                return await self._record(handler, what, lambda: invoke(handler, what))
             await points.reached(CrashPoint.BEFORE_HANDLER.value)
             result = await self._record(handler, what, lambda: invoke(handler, what))
             await points.reached(CrashPoint.AFTER_HANDLER.value)
@@ -237,13 +241,14 @@ class WorkerRun:
         else:
             pairs = list(zip(what.events, what.batch.attempts, strict=True))
         runs = [HandlerRun(self.service.name, handler.name, event, attempt.number) for event, attempt in pairs]
-        self._world.runs += runs
+        recorded = self._world.reconciliations if handler.is_reconcile else self._world.runs
+        recorded += runs
         self._runs += runs
         how = "cancelled"
         self.busy += 1
         try:
             result = await call()
-            how = "returned"
+            how = type(result).__name__ if handler.is_reconcile else "returned"
             return result
         except Exception as error:
             how = type(error).__name__

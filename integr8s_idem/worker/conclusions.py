@@ -15,6 +15,7 @@ from integr8s_idem.engine.work import Discarded, Executed, HandlerFailed, NotSta
 from integr8s_idem.errors import HandlerCancelledError, LeaseLostError, ServiceStoppedError, StoreError
 from integr8s_idem.failures import FailureAction, FailureRule
 from integr8s_idem.handlers.handler import GuardedExecution
+from integr8s_idem.handlers.reconciliation import ReconcilingExecution
 from integr8s_idem.records import Completed, InProgress
 from integr8s_idem.telemetry import DeliveryOutcome, Signal
 from integr8s_idem.telemetry.log_fields import logging_with
@@ -90,7 +91,9 @@ class Conclusions:
         tally = self._processor.tally
         for item, attempt in items:
             tally.handled += 1
-            tally.reruns += attempt > 1
+            if attempt > 1 or item.execution.generation:
+                tally.reruns += attempt > 1
+                tally.reconciled += isinstance(item.execution, ReconcilingExecution) and item.execution.is_reconciled
             if item.delivery.recorded is not None:
                 item.delivery.recorded.settled(DeliveryOutcome.EXECUTED, attempt)
         self._done(*[item for item, _ in items])

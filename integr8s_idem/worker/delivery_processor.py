@@ -22,6 +22,7 @@ from integr8s_idem.engine.outcomes import error_of
 from integr8s_idem.engine.work import Discarded, HandlerFailed, Outcome
 from integr8s_idem.errors import (
     EventTooLargeError,
+    OutcomeUnknownError,
     PublishError,
     StoreError,
     UndecodableEventError,
@@ -65,6 +66,8 @@ class Tally:
     handled: int = 0
     reruns: int = 0
     """Handled at the second or a later attempt."""
+    reconciled: int = 0
+    """Handled without a run, because a reconcile function found the effect of an earlier attempt."""
     duplicates: int = 0
     """Not handled, since an earlier run had completed."""
     waits: int = 0
@@ -324,8 +327,9 @@ def _dead_letter(execution: HandlerExecution, outcome: Outcome[Any]) -> DeadLett
     error = error_of(execution.label, outcome)
     assert error is not None, f"{outcome} is not a reason for a dead letter"
     attempts = outcome.attempt if isinstance(outcome, HandlerFailed | Failed) else 0
+    is_unknown = isinstance(outcome, HandlerFailed) and isinstance(error, OutcomeUnknownError)
     return DeadLetter(
-        _REASONS[type(outcome)],
+        "outcome_unknown" if is_unknown else _REASONS[type(outcome)],
         error,
         execution.handler.name,
         execution.label,

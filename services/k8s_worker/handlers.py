@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from integr8s_idem import Attempt, EventRouter, Outgoing
 from integr8s_idem.integrations.dishka import FromDishka
+from integr8s_idem.reconciliation import Answer, Done, NotDone
 from services.events import CreatePodCommand, DeletePodCommand
 from services.k8s_worker.worker import PodWorker
 
 router = EventRouter()
 
 
-@router.on(CreatePodCommand, name="create_pod")
+async def find_pod(
+    event: CreatePodCommand,
+    pods: FromDishka[PodWorker],
+    attempt: FromDishka[Attempt],
+    outgoing: FromDishka[Outgoing],
+) -> Answer:
+    """Publish the outcome of a pod whose worker died after the pod had ended."""
+    outcome = await pods.find(event, attempt)
+    if outcome is None:
+        return NotDone()
+    outgoing.publish(outcome)
+    return Done(outcome.event_type)
+
+
+@router.on(CreatePodCommand, name="create_pod", reconcile=find_pod)
 async def create_pod(
     event: CreatePodCommand,
     pods: FromDishka[PodWorker],

@@ -104,6 +104,14 @@ class PodTable:
             raise SupersededError(owner.execution_id)
         return outcome_from_json(row.outcome)
 
+    async def outcome(self, execution_id: str) -> Outcome | None:
+        """Return the stored outcome of an execution; `None` if its pod is running, or there is none."""
+        found = select(pods.c.outcome).where(pods.c.execution_id == execution_id)
+        found = found.where(pods.c.state == PodState.ENDED.value)
+        async with self._database.reading() as connection:
+            stored = (await connection.execute(found)).scalar_one_or_none()
+        return None if stored is None else outcome_from_json(stored)
+
     async def delete(self, command: DeletePodCommand) -> ExecutionFailed | None:
         """Request the deletion of the pod.  Idempotent.
 

@@ -55,6 +55,19 @@ class PodWorker:
         await self._discard(owner.pod_name)
         return outcome
 
+    async def find(self, command: CreatePodCommand, attempt: Attempt) -> Outcome | None:
+        """Return the outcome that an earlier attempt has stored, and clean up after it; `None` if it stored none.
+
+        A pod that is running, or was never started, is a matter for `create`, which continues it.
+
+        Raises:
+            OSError: The database did not answer.
+        """
+        known = await self._pods.outcome(command.execution_id)
+        if known is not None:
+            await self._discard(pod_name_of(attempt.key))
+        return known
+
     async def delete(self, command: DeletePodCommand) -> ExecutionFailed | None:
         """End the pod on any worker.  Returns the outcome to publish if it never ran."""
         outcome = await self._pods.delete(command)

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 from integr8s_idem import Attempt, BaseEvent, EventRouter, PermanentError
 from integr8s_idem.failures import discard
 from integr8s_idem.handlers.handler_calls import HandlerCall
+from integr8s_idem.reconciliation import Answer, Done, NotDone
 from integr8s_idem.testing.crash_points import CrashPlan, CrashPoint, kill_myself
 from tests.support.effects import Effects
 
@@ -46,11 +47,22 @@ class WithdrawnError(Exception):
 class JobHandler:
     """Handles jobs, with the crash points of a plan around the effect."""
 
-    def __init__(self, effects: Effects, plan: CrashPlan) -> None:
+    def __init__(self, effects: Effects, plan: CrashPlan, *, reconciles: bool = False) -> None:
+        """`reconciles`: whether the handler has a reconcile function, which finds each effect that has happened."""
         self._effects = effects
         self._plan = plan
         self.router = EventRouter()
-        self.router.on(Job, name="jobs", failures=[discard(WithdrawnError)])(self._handle)
+        find = self._find if reconciles else None
+        self.router.on(Job, name="jobs", failures=[discard(WithdrawnError)], reconcile=find)(self._handle)
+
+    async def _find(self, call: Any) -> Answer:
+        job, attempt = call.event, call.attempt
+        self._effects.note("asked", job.work, attempt)
+        if all((line.what, line.work) != ("effect", job.work) for line in self._effects.lines()):
+            return NotDone()
+        if job.kind == "talking":
+            call.outgoing.publish(JobDone(work=job.work))
+        return Done(self._effects.receipt(job.work, attempt))
 
     async def _handle(self, call: Any) -> str:
         job, attempt = call.event, call.attempt

@@ -17,7 +17,7 @@ from tests.support.effects import Effects
 
 
 async def crash_one_job(
-    servers: Servers, fork_server: ForkServer, point: CrashPoint, kind: Kind = "plain"
+    servers: Servers, fork_server: ForkServer, point: CrashPoint, kind: Kind = "plain", *, reconciles: bool = False
 ) -> tuple[list[int], list[int]]:
     """Kill a worker at `point`, publish a duplicate of its job, and let another worker settle both.
 
@@ -30,7 +30,13 @@ async def crash_one_job(
     folder = servers.folder / f"single-{kind}-{point.value}"
     folder.mkdir()
     prefix = f"single-{kind}-{point.value}."
-    order = Order(bootstrap=servers.broker.bootstrap, store=servers.redis_settings, prefix=prefix, folder=str(folder))
+    order = Order(
+        bootstrap=servers.broker.bootstrap,
+        store=servers.redis_settings,
+        prefix=prefix,
+        folder=str(folder),
+        reconciles=reconciles,
+    )
     effects = Effects(folder)
     effects.prepare()
     async with servers.topic_set(prefix, partitions=1) as topics:

@@ -28,6 +28,8 @@ class Order:
     """Whether handlers write into the database of the store, and commit their outcome with their effect."""
     isolation: str = ""
     """Isolation level of transactional handlers; empty for that of the engine."""
+    reconciles: bool = False
+    """Whether the handler has a reconcile function."""
     stepping: bool = False
     """Whether the handler uses steps."""
     step: str = ""

@@ -98,7 +98,7 @@ async def _open_stand_alone(
     async with open_records(order.store, order.key_prefix) as store:
         manager = IdempotencyManager(order.idempotency, CrashingStore(store, plan), scope=SERVICE)
         publisher = CrashingPublisher(order.kafka, plan)
-        handler = JobHandler(Effects(Path(order.folder)), plan)
+        handler = JobHandler(Effects(Path(order.folder)), plan, reconciles=order.reconciles)
         invoke = crashing_invoke(plan, invoke_handler)
         yield (
             IdempotentEventDispatcher(handler.router, manager, publisher=publisher, invoke=invoke),

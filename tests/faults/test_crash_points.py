@@ -24,6 +24,7 @@ from integr8s_idem.testing.crash_points import CrashPlan, CrashPoint
 from tests.crashes import points
 from tests.crashes.forks import ForkServer
 from tests.crashes.ground import open_servers
+from tests.crashes.jobs import Kind
 from tests.crashes.lone import crash_one_job
 from tests.crashes.renewing import manager_of
 from tests.kafka_faults.tools import need_kafka
@@ -85,6 +86,27 @@ async def test_after_a_crash_a_job_whose_error_is_discarded_runs_again_only_if_i
         runs = await asyncio.gather(*(crash_one_job(servers, fork_server, point, "withdrawn") for point in DISCARDS))
 
     assert dict(zip(DISCARDS, runs, strict=True)) == DISCARDS
+
+
+RECONCILED = {
+    **{point: RUNS[point] for point in RUNS if point is not CrashPoint.BEFORE_RESERVE},
+    CrashPoint.IN_HANDLER_AFTER_EFFECT: ([1], [1]),
+    CrashPoint.BEFORE_COMPLETE: ([1], [1]),
+}
+"""As `RUNS`, of a handler with a reconcile function: no crash repeats its effect."""
+
+
+@pytest.mark.kafka
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "talking"])
+async def test_after_a_crash_a_job_with_a_reconcile_function_has_one_effect(kind: Kind) -> None:
+    need_kafka(own=True)
+
+    async with open_servers() as servers, ForkServer() as fork_server:
+        crashes = [crash_one_job(servers, fork_server, point, kind, reconciles=True) for point in RECONCILED]
+        runs = await asyncio.gather(*crashes)
+
+    assert dict(zip(RECONCILED, runs, strict=True)) == RECONCILED
 
 
 RENEWALS = (CrashPoint.BEFORE_RENEW, CrashPoint.IN_RENEW, CrashPoint.AFTER_RENEW)

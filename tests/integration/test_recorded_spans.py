@@ -24,6 +24,7 @@ from integr8s_idem import (
 from integr8s_idem.failures import discard
 from integr8s_idem.integrations.dishka import FromDishka
 from integr8s_idem.keys import KeyResolver
+from integr8s_idem.reconciliation import Answer, Done
 from integr8s_idem.records import Reserved, ReserveRequest, TraceLink
 from integr8s_idem.telemetry import conventions
 from integr8s_idem.telemetry.span_help import SITUATIONS, SPANS
@@ -59,14 +60,18 @@ class Traced:
     """Errors of the next runs."""
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
     started: int = 0
+    reconciles: bool = False
 
     def __post_init__(self) -> None:
         self.may_end.set()
 
     def router(self) -> EventRouter:
         router = EventRouter(failures=[discard(KeyError)])
-        router.on(OrderPlaced, name="charge")(self.charge)
+        router.on(OrderPlaced, name="charge", reconcile=self.find if self.reconciles else None)(self.charge)
         return router
+
+    async def find(self, event: OrderPlaced) -> Answer:
+        return Done(f"receipt-{event.order_id}")
 
     async def charge(self, event: OrderPlaced) -> str:
         self.started += 1
@@ -177,6 +182,20 @@ async def test_takeover(here: Traced) -> None:
     wait = here.spans().one("idempotency.wait")
     assert int(wait.attributes["idempotency.looks"]) > 1
     assert wait.end - wait.start > 0.5e9
+
+
+async def test_takeover_reconciled(here: Traced) -> None:
+    manager = here.shop.manager()
+    with here.shop.observer.processing(_Dead(here.shop.topic), "order_placed", "order-7") as span:
+        trace = span.trace()
+    await _reserve(manager, trace)
+    here.reconciles = True
+    worker = await here.worker()
+    await here.shop.deliver(ORDER)
+    await worker.idle(settled=1)
+
+    assert here.tree() == SITUATIONS["takeover, reconciled"]
+    assert here.started == 0
 
 
 async def test_lost_lease(here: Traced) -> None:

@@ -32,7 +32,7 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "dishka": ("integrations.dishka",),
     "outbox": ("integrations.sqlalchemy",),
     "messages": ("codecs", "keys.fingerprints"),
-    "failures": ("failures",),
+    "failures": ("failures", "reconciliation"),
     "records": ("records", "engine.work"),
     "stores": ("stores", "stores.memory", "stores.redis", "stores.sql", "stores.dynamodb"),
     "settings": ("config",),

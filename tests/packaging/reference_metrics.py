@@ -75,6 +75,7 @@ def page() -> str:
     values = {
         "phase": [phase.name.lower() for phase in Phase],
         "result": [result.value for result in Observed],
+        "answer": metric_labels.ANSWERS,
         "reason": [
             *dict.fromkeys(
                 [

@@ -39,6 +39,7 @@ _OWN: Final = {
     conventions.ATTEMPT: "number of the attempt, or of the last one of the delivery",
     conventions.VERDICT: "the answer: `Reserved`, `InProgress`, `Completed`, `Failed`, `KeyReused` or `Corrupt`",
     conventions.PREVIOUS: "how the previous attempt ended: `lapsed` or `released`",
+    conventions.ANSWER: "the answer of a reconcile function: `done`, `not_done` or `unknown`; absent after an error",
     conventions.LOOKS: "how many times the key was found in progress",
     conventions.DEAD_LETTER_REASON: "why it was dead-lettered, from a closed set",
     conventions.SERVICE: "name of the service",

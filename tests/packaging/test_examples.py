@@ -244,6 +244,22 @@ def test_events_are_retried_discarded_and_dead_lettered_by_their_errors() -> Non
     ]
 
 
+def test_a_reconcile_function_finds_the_charges_of_earlier_attempts() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "examples.reconcile"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [
+        "4 handled, 2 of them without another run; charged: ['0', '1', '2', '3']",
+        "1: Done, 2: Done, 2: Unknown, 3: NotDone",
+    ]
+
+
 def test_every_entry_point_has_a_program() -> None:
     programs = {path.stem for path in (ROOT / "examples" / "entries").glob("*.py")} - {"__init__"}
 

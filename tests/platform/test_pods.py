@@ -317,6 +317,32 @@ async def test_a_rerun_discards_the_resources_of_a_dead_worker(worker: Worker, a
     assert (another.runner.runs, another.runner.discarded) == (0, [pod_name_of(FIRST.key)])
 
 
+async def test_an_outcome_that_a_dead_worker_has_stored_is_found_and_its_resources_are_discarded(
+    worker: Worker, another: Worker
+) -> None:
+    worker.runner.cannot_discard = True
+    lost = await worker.pods.create(CREATE, FIRST)
+
+    assert await another.pods.find(CREATE, SECOND) == lost
+    assert (another.runner.runs, another.runner.discarded) == (0, [pod_name_of(FIRST.key)])
+
+
+async def test_no_outcome_of_a_pod_is_found_before_it_has_ended(worker: Worker, another: Worker) -> None:
+    assert await another.pods.find(CREATE, FIRST) is None
+    running = await worker.begin()
+
+    assert await another.pods.find(CREATE, SECOND) is None
+    assert another.runner.discarded == []
+    worker.runner.may_end.set()
+    await running
+
+
+async def test_the_outcome_of_a_pod_that_was_deleted_before_it_ran_is_found(worker: Worker) -> None:
+    deleted = await worker.pods.delete(DELETE)
+
+    assert await worker.pods.find(CREATE, SECOND) == deleted
+
+
 async def test_a_superseded_attempt_discards_nothing(worker: Worker, another: Worker) -> None:
     """Another worker continues with its resources."""
     stalled = await worker.begin(FIRST)

@@ -18,12 +18,16 @@ from unittest import mock
 from integr8s_idem._util.deadlines import Deadline
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.engine.leases import HeldLease, LeaseKeeper
+from integr8s_idem.engine.reconciliation import ask
 from integr8s_idem.engine.run import Run
 from integr8s_idem.engine.store_client import StoreClient
-from integr8s_idem.engine.work import Discarded, Executed, HandlerFailed
+from integr8s_idem.engine.work import Attempt, Discarded, Executed, HandlerFailed
 from integr8s_idem.errors import StoreError
 from integr8s_idem.failures import FailureRule
-from integr8s_idem.handlers.handler import GuardedExecution
+from integr8s_idem.handlers.handler import GuardedExecution, IdempotentEventHandler
+from integr8s_idem.handlers.handler_calls import HandlerCall
+from integr8s_idem.handlers.outgoing import Outgoing
+from integr8s_idem.handlers.reconciliation import ReconcilingEventHandler
 from integr8s_idem.records import IdempotencyStatus, InProgress, Previous, Reserved, ReserveRequest, Verdict
 from integr8s_idem.stores import memory
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
@@ -432,6 +436,24 @@ def offset_first() -> AbstractContextManager[Any]:
     return _patched(Pipeline, "_begin", begin)
 
 
+# Reconcile functions
+
+
+def never_reconciled() -> AbstractContextManager[Any]:
+    """A reconcile function is never asked."""
+    return _patched(ReconcilingEventHandler, "work", IdempotentEventHandler.work)
+
+
+def reconciled_without_events() -> AbstractContextManager[Any]:
+    """The events of a reconcile function are not published."""
+
+    async def find_effect(self: Any, execution: Any, attempt: Attempt, _: bool) -> Any:
+        call = HandlerCall(execution.event, attempt, Outgoing())
+        return await ask(lambda _: self._asked.call(call), attempt, self.observer)
+
+    return _patched(ReconcilingEventHandler, "_find_effect", find_effect)
+
+
 BUGS: Final[dict[str, Bug]] = {
     bug.__name__: bug
     for bug in (
@@ -467,5 +489,7 @@ BUGS: Final[dict[str, Bug]] = {
         delay_ignored,
         fields_of_fingerprints_ignored,
         offset_first,
+        never_reconciled,
+        reconciled_without_events,
     )
 }

@@ -28,6 +28,8 @@ FIGURES: Final = (
     "lost",
     "repeats",
     "fenced_repeats",
+    "asked",
+    "found",
     "discarded_keys",
     "rule_stops",
 )

@@ -84,6 +84,8 @@ class Truth:
     """Number of lost records, by key."""
     jumps: int = 0
     """Number of jumps of the store's clock."""
+    asked: set[tuple[str, int]] = field(default_factory=set)
+    """Reservations whose reconcile function has answered, by key and fence."""
     granted: dict[tuple[str, int], int] = field(default_factory=dict)
     """Losses and jumps before a reservation, by key and fence."""
 
@@ -102,6 +104,8 @@ class History:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.trace: list[tuple[Any, ...]] = []
         self.last_resumed: dict[str, float] = {}
+        self.reconciles: frozenset[str] = frozenset()
+        """Names of the handlers with reconcile functions."""
         self.closed = False
         """Whether the run is over; later events come from dead processes."""
 
@@ -143,6 +147,7 @@ class History:
             if not (other.ended or self._excused(other, run)):
                 self.violate("X", f"two runs of {attempt.label} at once, without a stall or a loss")
         self._note_early(run)
+        self._check_reconciled(run)
         truth.runs[attempt.key].append(run)
         return run
 
@@ -156,6 +161,25 @@ class History:
         # Without a release the lease was lost, so that no rule was asked.
         if early > 0.001 and (last.key, last.fence) in self.truth.released:
             self.truth.early.append((run.key, early))
+
+    def _check_reconciled(self, run: Run) -> None:
+        """Check Q: a handler with a reconcile function does not run after its effect unless that was asked before.
+
+        A stalled process may still act after the answer.
+        """
+        key, truth = run.key, self.truth
+        if run.work.partition(" ")[0] not in self.reconciles or truth.losses[key]:
+            return
+        if any(other.effects for other in truth.runs[key]) and (key, run.fence) not in truth.asked:
+            self.violate("Q", f"{run.work} runs after its effect, and its reconcile function was not asked")
+
+    def has_effect(self, attempt: Attempt) -> bool:
+        """Answer the question of a reconcile function."""
+        self.counts["asked"] += 1
+        self.truth.asked.add((attempt.key, attempt.fence))
+        found = attempt.key in self.truth.sink
+        self.counts["found"] += found
+        return found
 
     def _excused(self, other: Run, run: Run) -> bool:
         """Return whether the lease of `other` could not prevent the second run."""

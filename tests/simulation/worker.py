@@ -64,8 +64,9 @@ class Worker:
         client = self.client = SimulatedStoreClient(world.server, world.store_network, self._ahead)
         manager = IdempotencyManager(setup.config, client, observer, scope=SCOPE, owner=self.process.name)
         publisher = SimulatedPublisher(setup.kafka, observer, world.broker)
+        router = ROUTERS[bool(world.history.reconciles)][self._version]
         dispatcher = IdempotentEventDispatcher(
-            ROUTERS[self._version], manager, invoke=world.handlers, publisher=publisher, failures=OF_SETTINGS
+            router, manager, invoke=world.handlers, publisher=publisher, failures=OF_SETTINGS
         )
         self._service = ServiceWorker(SCOPE, dispatcher, publisher, setup.kafka, setup.service, consumer=self._join)
         if self._is_stopping:

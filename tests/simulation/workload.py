@@ -16,6 +16,7 @@ from integr8s_idem.errors import PermanentError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.handler_calls import HandlerCall, RegisteredHandler
 from integr8s_idem.handlers.router import EventRouter
+from integr8s_idem.reconciliation import Answer, Done, NotDone, Unknown
 from tests.simulation.failing import OF_HANDLERS, OF_ROUTER, Kind, RuledFailures, failures_of
 from tests.simulation.history import History, Run
 from tests.simulation.processes import PROCESS, Process
@@ -89,6 +90,8 @@ class Habits:
     """Share of works whose failures a rule knows."""
     calm: bool = False
     """Whether all handlers are fast, so that the run ends."""
+    unknown: float = 0.0
+    """How often reconcile functions do not know the outcome."""
 
     @staticmethod
     def of(random: Random) -> Habits:
@@ -143,7 +146,13 @@ class Handlers:
         process = PROCESS.get()
         assert process is not None
         event, attempt = call.event, call.attempt
-        plan = plan_of(self.seed, handler.name, event.event_id, self.habits)
+        event_id = event.event_id
+        if self.history.reconciles:
+            # An earlier attempt may have changed the event, and another worker has to find the same plan.
+            event_id = attempt.label.removeprefix(f"{event.event_type}:")
+        plan = plan_of(self.seed, handler.name, event_id, self.habits)
+        if handler.is_reconcile:
+            return await self._reconcile(plan, handler.name, call)
         run = self.history.begin(process, attempt, f"{handler.name} {getattr(event, 'number')}")  # noqa: B009  # any kind
         how = "returned"
         # Harmless in the final phase, in which processes are not restarted.
@@ -181,28 +190,53 @@ class Handlers:
         if number <= plan.failures + plan.late_failures:
             raise ValueError("as planned, after the effect")
         if plan.ships:
-            call.outgoing.publish(
-                Shipped(number=getattr(call.event, "number", 0), timestamp=WHEN, aggregate_id=call.event.aggregate_id)
-            )
+            _ship(call)
         return f"{run.key} at {run.fence}"
 
+    async def _reconcile(self, plan: Plan, handler: str, call: HandlerCall) -> Answer:
+        """Look for the effect, as a reconcile function that finds each effect that has happened."""
+        attempt = call.attempt
+        random = Random(f"{self.seed}/{handler}/{attempt.label}/{attempt.number}/reconcile")  # a simulation
+        self.history.note("reconcile", attempt.label, attempt.number, attempt.fence)
+        await asyncio.sleep(random.expovariate(5))
+        if not self.habits.calm and random.random() < self.habits.unknown:
+            if random.random() < 0.5:
+                raise OSError("as planned, instead of an answer")
+            return Unknown(retry_after=random.uniform(0, 2))
+        if not self.history.has_effect(attempt):
+            return NotDone()
+        if plan.ships:
+            _ship(call)
+        return Done(f"{attempt.key} as found by {attempt.fence}")
 
-def make_router(placed: type[BaseEvent]) -> EventRouter:
-    """Return the router of a version of the code, which knows this class of the first event."""
 
-    async def never(event: BaseEvent) -> None:
+def _ship(call: HandlerCall) -> None:
+    event = call.event
+    call.outgoing.publish(Shipped(number=getattr(event, "number", 0), timestamp=WHEN, aggregate_id=event.aggregate_id))
+
+
+def make_router(placed: type[BaseEvent], *, reconciles: bool) -> EventRouter:
+    """Return the router of a version of the code, which knows this class of the first event.
+
+    `reconciles`: whether the handlers of that event have reconcile functions.
+    """
+
+    async def never(event: BaseEvent) -> Any:
         raise AssertionError("unreachable: `Handlers` runs the plan instead")
 
     router = EventRouter(failures=OF_ROUTER)
     for name in HANDLERS["placed"]:
-        router.on(placed, name=name, failures=OF_HANDLERS)(never)
+        find = never if reconciles else None
+        router.on(placed, name=name, failures=OF_HANDLERS, reconcile=find)(never)
     for name in HANDLERS["shipped"]:
         router.on(Shipped, name=name, failures=OF_HANDLERS)(never)
     return router
 
 
-ROUTERS: Final = (make_router(Placed), make_router(PlacedNow))
-"""By version of the code: this one, and the next one."""
+ROUTERS: Final = tuple(
+    tuple(make_router(placed, reconciles=reconciles) for placed in (Placed, PlacedNow)) for reconciles in (False, True)
+)
+"""By whether handlers have reconcile functions, and by version of the code: this one, and the next one."""
 
 
 def versions_of(seed: int) -> Callable[[], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from tests.simulation.workload import (
     PlacedNow,
     Setup,
     draw_setup,
+    plan_of,
     versions_of,
 )
 
@@ -57,6 +59,15 @@ def markers_of(seed: int) -> Callable[[], int]:
     return lambda: random.randint(1, 3) if random.random() < often else 0
 
 
+def reconciling_of(seed: int) -> float | None:
+    """Return how often reconcile functions do not know the outcome; `None` if there are none, as in half of all runs.
+
+    It has a random generator of its own, like `markers_of`.
+    """
+    random = Random(f"{seed}/reconcile")  # a simulation
+    return random.choice((0.0, 0.0, 0.3)) if random.random() < 0.5 else None
+
+
 class World:
     """The state of a run."""
 
@@ -69,6 +80,9 @@ class World:
         self.habits.ruled = share_of(seed)
         self._version = versions_of(seed)
         self.handlers = Handlers(seed, self.habits, self.history, self._kill)
+        if (unknown := reconciling_of(seed)) is not None:
+            self.habits.unknown = unknown
+            self.history.reconciles = frozenset(HANDLERS["placed"])
         self.store_network = Network(random)
         self.server = Server(self.history)
         self.broker = Broker(self.history, random, Network(random), TOPICS, random.randint(1, 2))
@@ -296,6 +310,7 @@ class World:
             if key not in truth.sink:
                 history.violate("L", f"{key} is completed without an effect")
         self._judge_crashes()
+        self._judge_outgoing()
         self._judge_rules()
         history.judge_repeats()
         if self.setup.service.ordering != "none":
@@ -315,6 +330,21 @@ class World:
                 if crashed and dict(message.headers)["event_id"].decode() != self.habits.deadly:
                     what = f"{message.topic} {message.offset}"
                     self.history.violate("K", f"{what} is given up because of crashes of another event")
+
+    def _judge_outgoing(self) -> None:
+        """Check N: work that is completed has published its event, also if a reconcile function found its effect."""
+        if not self.history.reconciles:
+            return  # a handler that changes its event may have another plan at its next attempt
+        logs = self.broker.logs.items()
+        done = self.history.truth.completed - self.history.truth.discarded
+        shipped = {_number_of(message) for at, log in logs for message in log if at.topic == "shipped"}
+        placed = [message for at, log in logs for message in log if at.topic == "placed" and not message.is_marker]
+        for message in placed:
+            event_id = dict(message.headers)["event_id"].decode()
+            [key] = [key for key in self._keys_of(message) if ":pack:" in key]
+            ships = plan_of(self.seed, "pack", event_id, self.habits).ships
+            if ships and key in done and _number_of(message) not in shipped:
+                self.history.violate("N", f"{key} is completed, but its event is not published")
 
     def _judge_rules(self) -> None:
         """Check P and V: every failure has the consequence that its rule says; no payload is taken for another one."""
@@ -363,6 +393,11 @@ class World:
                     if key not in exempt:
                         lanes.setdefault((partition, message.key if by_key else None, name), []).append(key)
         return list(lanes.values())
+
+
+def _number_of(message: Message) -> int:
+    """Return the number of an order, or -1 for a marker of a transaction."""
+    return -1 if message.is_marker else int(json.loads(message.value or b"{}").get("number", -1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class Depot:
 def dispatcher_of(
     handle: Callable[[ParcelSent], Awaitable[Any]], here: Guarded | None = None, **options: Any
 ) -> EventDispatcher:
-    """`options` are passed to `router.on`."""
+    """Return a dispatcher with one handler, guarded if there is a manager; `options` are those of `router.on`."""
     router = EventRouter()
     register: Any = router.on(ParcelSent, name="handle", **options)
     register(handle)

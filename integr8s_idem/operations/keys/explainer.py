@@ -312,7 +312,10 @@ class Explainer:
             rules = ()  # callers have none
         elif rules is None:
             rules = self._rules(parsed.scope, parsed.handler, parsed.event_type)
-        return NextDelivery(config, by_worker=by_worker, isolates=isolates, observes=observes, rules=rules)
+        reconciles = any(service.reconciles(parsed) for service in self._services)
+        return NextDelivery(
+            config, by_worker=by_worker, isolates=isolates, observes=observes, reconciles=reconciles, rules=rules
+        )
 
     def _rules(self, scope: str, handler: str, event_type: str) -> tuple[FailureRule, ...] | None:
         found = (service.rules(handler, event_type) for service in self._services if service.name == scope)

@@ -9,6 +9,7 @@ from typing import Final
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
 from integr8s_idem.engine.results import observed_place
 from integr8s_idem.engine.work import SUSPECT_AFTER, is_crash_limit_reached
+from integr8s_idem.errors import OutcomeUnknownError
 from integr8s_idem.failures import FailureAction, FailureRule
 from integr8s_idem.operations.keys.record_state import Lease, RecordState
 from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus, is_other_payload
@@ -30,6 +31,8 @@ class NextDelivery:
     """Whether the worker runs events that may have crashed a process alone."""
     observes: bool = False
     """Whether the service runs all deliveries, and only counts duplicates."""
+    reconciles: bool = False
+    """Whether the handler is known to have a reconcile function."""
     rules: tuple[FailureRule, ...] | None = ()
     """The handler's rules for errors, before the default ones; `None` if they are unknown."""
 
@@ -88,7 +91,11 @@ class NextDelivery:
         again = "a replay of its dead letter is handled" if self.by_worker else "it runs again once the record is gone"
         if replayed is not None:
             again = _replay(*replayed)
-        return f"{self._refused('PreviouslyFailedError', 'previously_failed')}, {_until(state)}; {again}"
+        if replayed is None and self.reconciles:
+            again += ", after its reconcile function has been asked"
+        refused = self._refused("PreviouslyFailedError", "previously_failed")
+        unknown = "; nobody could tell whether its effect has happened" if is_unknown(state.record.error) else ""
+        return f"{refused}, {_until(state)}{unknown}; {again}"
 
     def _processing(self, state: RecordState) -> str:
         record, attempt = state.record, state.record.attempt + 1
@@ -107,7 +114,9 @@ class NextDelivery:
         action = "taken over and handled" if has_lapsed else "handled again"
         alone = ", alone in its process" if isolates and lapsed >= SUSPECT_AFTER else ""
         counted = attempt - (lapsed - lapsed_alone if isolates else 0)
-        return f"would be {action}, as attempt {attempt}{alone}{self._if_it_fails(counted)}"
+        asked = ", unless its reconcile function finds that an earlier attempt has had its effect"
+        answered = asked if self.reconciles else ""
+        return f"would be {action}, as attempt {attempt}{alone}{answered}{self._if_it_fails(counted)}"
 
     def _while_held(self) -> str:
         if self.config.on_in_progress is OnInProgress.WAIT:
@@ -150,6 +159,11 @@ def _completed(state: RecordState) -> str:
     else:
         answer = "answered with the stored result"
     return f"would not be handled, but {answer}, {_until(state)}"
+
+
+def is_unknown(error: str) -> bool:
+    """Whether a record has failed with this error because no reconcile function knew the outcome of its attempts."""
+    return error.startswith(f"{OutcomeUnknownError.__name__}:")
 
 
 def _replay(generation: int, found: IdempotencyRecord | Corrupt) -> str:

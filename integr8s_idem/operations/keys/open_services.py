@@ -13,7 +13,9 @@ from integr8s_idem.events import EventDecoder
 from integr8s_idem.failures import FailureRule
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventHandler
 from integr8s_idem.handlers.observing_dispatcher import ObservingEventHandler
+from integr8s_idem.handlers.reconciliation import ReconcilingEventHandler
 from integr8s_idem.keys import Key, KeySpace, KeyStrategy
+from integr8s_idem.operations.keys.key_parser import ParsedKey
 from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.runtime.containers import get_dispatcher, get_publisher, make_container
 from integr8s_idem.runtime.service_group import CLOSE_SECONDS, section_of
@@ -73,6 +75,14 @@ class OpenService:
         """Return the rules for errors of a handler, before the default ones; `None` if there is no such handler."""
         found = (each for each in self.dispatcher.handlers if (each.name, each.event_type) == (handler, event_type))
         return next((each.failures.rules for each in found), None)
+
+    def reconciles(self, key: ParsedKey) -> bool:
+        """Whether `key` belongs to a handler of this service that has a reconcile function."""
+        return self.name == key.scope and any(
+            isinstance(handler, ReconcilingEventHandler)
+            and (handler.name, handler.event_type) == (key.handler, key.event_type)
+            for handler in self.guarded
+        )
 
     def places(self, name: str, generation: int) -> Iterator[RecordPlace]:
         """Yield where records named `name` can be: an event's id, its label or a caller's key."""

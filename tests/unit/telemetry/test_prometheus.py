@@ -29,6 +29,7 @@ from integr8s_idem.worker import delivery_processor
 from tests.support.received import received
 
 WITH_REASON = (Signal.DEAD_LETTER, Signal.UNDECODABLE, Signal.REPLAY_REFUSED)
+LABELED = {*WITH_REASON, Signal.RECONCILED, *WITHOUT_EVENT_TYPE}
 
 
 class OrderPlaced(BaseEvent):
@@ -61,7 +62,7 @@ def test_a_scrape_contains_the_four_original_metrics(registry: CollectorRegistry
     assert 'idempotency_keys_active{service="billing"} 3.0' in page
 
 
-@pytest.mark.parametrize("signal", [signal for signal in Signal if signal not in {*WITH_REASON, *WITHOUT_EVENT_TYPE}])
+@pytest.mark.parametrize("signal", [signal for signal in Signal if signal not in LABELED])
 def test_every_other_signal_is_counted_by_service_and_event_type(registry: CollectorRegistry, signal: Signal) -> None:
     observer = PrometheusObserver("billing", registry)
 
@@ -93,6 +94,17 @@ def test_dead_letters_are_counted_by_event_type_and_reason(registry: CollectorRe
     of_nobody_knows_what = {"service": "billing", "event_type": "", "reason": "malformed"}
     assert registry.get_sample_value("idempotency_dead_letters_total", of_orders) == 5
     assert registry.get_sample_value("idempotency_dead_letters_total", of_nobody_knows_what) == 1
+
+
+def test_questions_to_reconcile_functions_are_counted_by_answer(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+    observer.count(Signal.RECONCILED, "order_placed", reason="done")
+
+    def asked(event_type: str, answer: str) -> float | None:
+        labels = {"service": "billing", "event_type": event_type, "answer": answer}
+        return registry.get_sample_value("idempotency_reconciliations_total", labels)
+
+    assert (asked("order_placed", "done"), asked("order_placed", "failed"), asked("", "unknown")) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("signal", [Signal.UNDECODABLE, Signal.REPLAY_REFUSED])

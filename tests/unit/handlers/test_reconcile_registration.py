@@ -1,0 +1,133 @@
+"""The registration of reconcile functions: what is accepted, and errors that say why something is not."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+from dishka import FromDishka, Provider, Scope, make_async_container
+from dishka.exceptions import NoFactoryError
+
+from integr8s_idem import BaseEvent, EventRouter, IdempotencyManager, MemoryIdempotencyRepository, Service, Settings
+from integr8s_idem.engine.work import Executed, HandlerFailed
+from integr8s_idem.errors import ApplicationError
+from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.integrations.dishka import (
+    EventContextProvider,
+    IdempotencyProvider,
+    IdempotentDispatcherProvider,
+    KafkaProvider,
+    setup_dishka,
+)
+from integr8s_idem.reconciliation import Answer, Done, NotDone
+from integr8s_idem.runtime import make_container
+
+
+class Placed(BaseEvent):
+    event_type: Literal["placed"] = "placed"
+
+
+class Paid(BaseEvent):
+    event_type: Literal["paid"] = "paid"
+
+
+async def find(event: Placed) -> Answer:
+    return Done("found")
+
+
+async def fail(event: BaseEvent) -> str:
+    raise ConnectionError
+
+
+def manager() -> IdempotencyManager:
+    return IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="billing")
+
+
+def router_with(reconcile: Any, *events: type[BaseEvent]) -> EventRouter:
+    router = EventRouter()
+    router.on(*(events or (Placed,)), name="charge", reconcile=reconcile)(fail)
+    return router
+
+
+async def test_a_dispatcher_without_a_container_asks() -> None:
+    dispatcher, event = IdempotentEventDispatcher(router_with(find), manager()), Placed()
+
+    [failed] = await dispatcher.dispatch(event)
+    [found] = await dispatcher.dispatch(event)
+
+    assert isinstance(failed, HandlerFailed)
+    assert found == Executed("found", 2)
+
+
+async def test_handlers_of_an_included_router_keep_their_reconcile_function() -> None:
+    router, event = EventRouter(), Placed()
+    router.include(router_with(find))
+    dispatcher = IdempotentEventDispatcher(router, manager())
+
+    await dispatcher.dispatch(event)
+
+    assert await dispatcher.dispatch(event) == [Executed("found", 2)]
+
+
+async def test_a_container_of_ones_own_injects_into_reconcile_functions() -> None:
+    async def find_in(event: Placed, found: FromDishka[str]) -> Answer:
+        return Done(found)
+
+    provider, event = Provider(scope=Scope.APP), Placed()
+    provider.provide(lambda: "injected", provides=str)
+    container = make_async_container(provider, EventContextProvider())
+    dispatcher = IdempotentEventDispatcher(router_with(find_in), manager())
+    setup_dishka(container, dispatcher)
+
+    await dispatcher.dispatch(event)
+
+    assert await dispatcher.dispatch(event) == [Executed("injected", 2)]
+    await container.close()
+
+
+def test_missing_dependencies_of_a_reconcile_function_are_found_when_the_container_is_made() -> None:
+    async def find_in(event: Placed, bank: FromDishka[complex]) -> Answer:
+        return NotDone()
+
+    find_in.__globals__.setdefault("FromDishka", FromDishka)
+    providers = [IdempotencyProvider(), KafkaProvider(), IdempotentDispatcherProvider(router_with(find_in))]
+
+    with pytest.raises((NoFactoryError, ApplicationError), match="complex"):
+        make_container(Service("billing", providers=providers), Settings())
+
+
+async def plain(event: Placed) -> Answer:
+    return NotDone()
+
+
+def not_async(event: Placed) -> Answer:
+    return NotDone()
+
+
+async def without_an_event() -> Answer:
+    return NotDone()
+
+
+@pytest.mark.parametrize(
+    ("reconcile", "events", "reason"),
+    [
+        (not_async, (Placed,), "not_async is not an async function"),
+        (without_an_event, (Placed,), "without_an_event has no parameter for the event"),
+        (find, (Placed, Paid), "find takes event: Placed, but it is registered for Paid"),
+    ],
+)
+def test_a_function_that_cannot_be_asked_is_refused(reconcile: Any, events: Any, reason: str) -> None:
+    with pytest.raises(ApplicationError, match=reason):
+        router_with(reconcile, *events)
+
+
+def test_a_plain_dispatcher_refuses_reconcile_functions() -> None:
+    with pytest.raises(ApplicationError, match="asked only if the handler is guarded"):
+        EventDispatcher(router_with(plain))
+
+
+def test_a_transactional_handler_refuses_a_reconcile_function() -> None:
+    outbox: Any = object()
+
+    with pytest.raises(ApplicationError, match="its outcome is never unknown"):
+        IdempotentEventDispatcher(router_with(plain), manager(), outbox=outbox)
