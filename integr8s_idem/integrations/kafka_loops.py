@@ -102,7 +102,7 @@ class End:
 
 
 def end_of(work: Work, outcome: Outcome[Any]) -> End:
-    """Convert an outcome other than `InProgress` to the end of a record's work."""
+    """Convert an outcome other than `InProgress` and `Scheduled` to the end of a record's work."""
     if isinstance(outcome, Executed | Completed):
         return End(True, done=outcome)
     settled = outcome.given_up if isinstance(outcome, HandlerFailed) else True

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.engine.error_text import describe_error
@@ -15,7 +15,7 @@ from integr8s_idem.engine.work import Discarded, Executed, HandlerFailed, NotSta
 from integr8s_idem.errors import HandlerCancelledError, LeaseLostError, ServiceStoppedError, StoreError
 from integr8s_idem.failures import FailureAction, FailureRule
 from integr8s_idem.handlers.handler import GuardedExecution
-from integr8s_idem.records import Completed, InProgress
+from integr8s_idem.records import Completed, InProgress, Scheduled
 from integr8s_idem.telemetry import DeliveryOutcome, Signal
 from integr8s_idem.telemetry.log_fields import logging_with
 from integr8s_idem.worker.assignments import AbandonedError, Delivery, WorkItem
@@ -26,6 +26,9 @@ from integr8s_idem.worker.poison_events import FirstOutcome, RunOnce
 from integr8s_idem.worker.waiting import Waiting
 
 logger = logging.getLogger(__name__)
+
+LONGEST_LOOK_AHEAD: Final = 60.0
+"""Maximum seconds until the store is asked again for work that is not due yet: an operator may have released it."""
 
 
 class Conclusions:
@@ -61,15 +64,11 @@ class Conclusions:
                 self.duplicate(item)
             case NotStarted():
                 self._reschedule(item)
-            case InProgress() if execution.on_in_progress is OnInProgress.SKIP:
-                processor.observer.count(Signal.DUPLICATE_BLOCKED, execution.event.event_type)
-                processor.tally.duplicates += 1
-                self._settle(item, DeliveryOutcome.IN_PROGRESS)
-            case InProgress() if execution.on_in_progress is OnInProgress.RAISE:
-                assert isinstance(execution, GuardedExecution)
-                self._wait(item, processor.backoff.pause(execution.work.note_look()))
+            case Scheduled():
+                # Not skipped by any policy: nobody runs it.
+                self._wait_until_due(item, outcome)
             case InProgress():
-                self._wait_for_other_run(item, outcome)
+                self._in_progress(item, outcome)
             case Discarded():
                 processor.note_discarded(execution, outcome)
                 self._settle(item, DeliveryOutcome.DISCARDED, outcome.attempt)
@@ -180,11 +179,28 @@ class Conclusions:
         """Abandon all items that are waiting."""
         self._waiting.abandon_all()
 
-    def _wait_for_other_run(self, item: WorkItem, outcome: InProgress) -> None:
+    def _in_progress(self, item: WorkItem, outcome: InProgress) -> None:
+        """Wait for the other run, or do what the policy says instead."""
         processor, execution = self._processor, item.execution
         assert isinstance(execution, GuardedExecution)
+        if execution.on_in_progress is OnInProgress.SKIP:
+            processor.observer.count(Signal.DUPLICATE_BLOCKED, execution.event.event_type)
+            processor.tally.duplicates += 1
+            self._settle(item, DeliveryOutcome.IN_PROGRESS)
+            return
+        if execution.on_in_progress is OnInProgress.RAISE:
+            self._wait(item, processor.backoff.pause(execution.work.note_look()))
+            return
         processor.tally.waits += execution.work.looks == 0
         self._wait(item, *processor.executor.next_look(execution.work, outcome))
+
+    def _wait_until_due(self, item: WorkItem, outcome: Scheduled) -> None:
+        processor, execution = self._processor, item.execution
+        assert isinstance(execution, GuardedExecution)
+        if execution.work.note_look() == 1:
+            processor.tally.waits += 1
+            processor.observer.count(Signal.WAITED, execution.event.event_type)
+        self._wait(item, min(outcome.retry_after.total_seconds() + 0.01, LONGEST_LOOK_AHEAD))
 
     def _wait(self, item: WorkItem, seconds: float | None = None, until: asyncio.Future[None] | None = None) -> None:
         if seconds is None and until is None:

@@ -37,7 +37,9 @@ _OWN: Final = {
     conventions.DELIVERY: "topic, partition and offset",
     conventions.OUTCOME: "how the delivery ended: see below",
     conventions.ATTEMPT: "number of the attempt, or of the last one of the delivery",
-    conventions.VERDICT: "the answer: `Reserved`, `InProgress`, `Completed`, `Failed`, `KeyReused` or `Corrupt`",
+    conventions.VERDICT: (
+        "the answer: `Reserved`, `InProgress`, `Scheduled`, `Completed`, `Failed`, `KeyReused` or `Corrupt`"
+    ),
     conventions.PREVIOUS: "how the previous attempt ended: `lapsed` or `released`",
     conventions.LOOKS: "how many times the key was found in progress",
     conventions.DEAD_LETTER_REASON: "why it was dead-lettered, from a closed set",
