@@ -111,6 +111,8 @@ class RegisteredHandler:
     """Set for batch handlers."""
     failures: tuple[FailureRule, ...] = ()
     """The rules of the handler, then those of its router."""
+    overtakes: bool = False
+    """Whether later events are handled while one waits for a delayed retry."""
 
     @property
     def event_type(self) -> str:

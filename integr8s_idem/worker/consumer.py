@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.backpressure import Backpressure
 from integr8s_idem.worker.batch_limits import limits_of_batches
 from integr8s_idem.worker.client_options import bounded, connection_options
-from integr8s_idem.worker.delivery_processor import DeliveryProcessor, Tally
+from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.fetch_watchdog import MOST_RENEWALS, PATIENCE, FetchWatchdog
 from integr8s_idem.worker.health import ServiceHealth
 from integr8s_idem.worker.isolation_gate import IsolationGate
@@ -43,8 +43,10 @@ from integr8s_idem.worker.poller import POLL_BACKOFF, POLL_RECORDS, WATCH_SECOND
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.purger import Purger
 from integr8s_idem.worker.replay_policy import ReplayPolicy
+from integr8s_idem.worker.retries import retries_of
 from integr8s_idem.worker.slots import Slots
 from integr8s_idem.worker.store_circuit import StoreCircuit
+from integr8s_idem.worker.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +122,7 @@ class ServiceWorker:
         replay: ReplaySettings | None = None,
         consumer: Callable[[KafkaSettings, str], Consumer] = make_consumer,
         reach_brokers: Callable[[KafkaSettings], Awaitable[None]] | None = None,
+        list_topics: Callable[[KafkaSettings], Awaitable[Collection[str]]] | None = None,
         on_first_poll: Callable[[], None] = lambda: None,
     ) -> None:
         """Create a worker, without opening connections.
@@ -130,10 +133,11 @@ class ServiceWorker:
             replay: Which replay headers are honored.
             consumer: Creates the Kafka client for a group.
             reach_brokers: Checks whether the brokers respond, while the store is unavailable.
+            list_topics: Returns the topics that exist, to find retry topics that were removed from the settings.
             on_first_poll: Called when a client has polled for the first time, before its messages are handled.
 
         Raises:
-            ApplicationError: The service has no topics.
+            ApplicationError: The service has no topics, or its handlers and its retry topics do not match.
         """
         self.name = name
         self.group = service.group_id or group or name
@@ -143,6 +147,12 @@ class ServiceWorker:
             raise ApplicationError(
                 f"service {name} has no topics: add a handler to its router, or set services.{name}.topics"
             )
+        replay = replay or ReplaySettings()
+        retries = retries_of(name, self.group, dispatcher, publisher, self.topics, service, replay)
+        self._retry_topics = retries.topics if retries is not None else None
+        if self._retry_topics is not None:
+            self.topics += tuple(topic.name for topic in self._retry_topics.all())
+        self._list_topics = list_topics
         self._kafka = kafka
         self._service = service
         self._make_consumer = consumer
@@ -165,13 +175,14 @@ class ServiceWorker:
             Backoff(service.retry_initial_seconds, service.retry_max_seconds),
             kafka.dead_letter_suffix,
             self.observer,
-            ReplayPolicy(self.group, replay or ReplaySettings()),
+            ReplayPolicy(self.group, replay),
+            retries,
             isolation,
             PoisonEventRunner(isolation, service.isolation_share, service.isolation_seconds, self.observer)
             if service.isolation_share
             else None,
         )
-        self._partitions = PartitionRegistry(name, service.drain_timeout_seconds)
+        self._partitions = PartitionRegistry(name, service.drain_timeout_seconds, self._retry_topics)
         self._backpressure = Backpressure(service.max_in_flight, service.max_in_flight_bytes)
         self._pipeline = Pipeline(
             self._processor, service.ordering, finish=self._finish, left=self._backpressure.remove, fail=self.fail
@@ -320,6 +331,7 @@ class ServiceWorker:
         while not self._stopping.done():
             self._phase, self._joined = "starting", False
             poller = self._poller = self._new_poller(patience)
+            await self._add_retired_topics()
             poller.consumer.subscribe(self.topics, listener=_Listener(self))
             try:
                 joined = await self._start(poller.consumer)
@@ -339,6 +351,20 @@ class ServiceWorker:
             poller.begin()
             return poller
         return None
+
+    async def _add_retired_topics(self) -> None:
+        """Read retry topics that are no longer in the settings, too: copies may still wait there."""
+        if self._retry_topics is None or self._list_topics is None:
+            return
+        try:
+            existing = await self._list_topics(self._kafka)
+        except BrokerUnavailableError as error:
+            logger.warning("%s: cannot look for retry topics that are no longer in use: %s", self.name, error)
+            return
+        retired = [topic.name for topic in self._retry_topics.retired(existing) if topic.name not in self.topics]
+        if retired:
+            logger.info("%s: also reads retry topics that were removed: %s", self.name, ", ".join(retired))
+            self.topics += tuple(retired)
 
     async def _start(self, consumer: Consumer) -> bool:
         """Start the consumer, and return whether it has joined; `False` if the worker was stopped before.

@@ -66,7 +66,8 @@ def dispatcher_of(
 ) -> EventDispatcher:
     """`options` are passed to `router.on`."""
     router = EventRouter()
-    router.on(ParcelSent, name="handle", **options)(handle)
+    register: Any = router.on(ParcelSent, name="handle", **options)
+    register(handle)
     return IdempotentEventDispatcher(router, here.manager) if here else EventDispatcher(router)
 
 
