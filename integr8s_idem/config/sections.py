@@ -179,8 +179,8 @@ class ServiceSettings(Section):
     failures: tuple[FailureRuleSettings, ...] = ()
     """Rules for errors of handlers, after those in the code: see docs/how-to/handle-failures.md."""
     retry_topics: Annotated[tuple[RetryDelay, ...], AfterValidator(_ascending)] = ()
-    """Delays of topics in which events of handlers with delayed_retries="overtake" wait, such as ["1m", "10m", "1h"]: see
-    docs/how-to/retry-later.md."""
+    """Delays of topics in which events of overtaking handlers wait for retries, such as ["1m", "10m", "1h"], ascending:
+    see docs/how-to/retry-later.md."""
     commit_interval_seconds: Seconds = 1
     """Interval between commits of offsets."""
     drain_timeout_seconds: Seconds = 20

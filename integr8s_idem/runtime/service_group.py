@@ -126,7 +126,7 @@ class RunningService:
                 on_first_poll=self._on_first_poll,
                 replay=self._settings.replay,
             )
-            reading = reading_of(dispatcher, self._worker.topics)
+            reading = reading_of(dispatcher, self._worker.sources)
             if self._settings.kafka.retention_check == "refuse":
                 await check_retention(name, self._settings.kafka, reading)
             if self._stopping:

@@ -65,8 +65,12 @@ async def reach_brokers(kafka: KafkaSettings) -> None:
         await _closed(admin)
 
 
-async def list_topics(kafka: KafkaSettings) -> Collection[str]:
+async def list_topics(kafka: KafkaSettings, wanted: Collection[str] = ()) -> Collection[str]:
     """Return the names of the topics that this user may see.
+
+    Args:
+        kafka: The settings.
+        wanted: Topics that the brokers create if they create topics at first use.
 
     Raises:
         BrokerUnavailableError: No broker responds.
@@ -75,6 +79,8 @@ async def list_topics(kafka: KafkaSettings) -> Collection[str]:
 
     async def listed() -> Collection[str]:
         await admin.start()
+        if wanted:
+            await admin.describe_topics(list(wanted))
         names: Collection[str] = await admin.list_topics()
         return names
 

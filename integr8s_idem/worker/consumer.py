@@ -122,7 +122,7 @@ class ServiceWorker:
         replay: ReplaySettings | None = None,
         consumer: Callable[[KafkaSettings, str], Consumer] = make_consumer,
         reach_brokers: Callable[[KafkaSettings], Awaitable[None]] | None = None,
-        list_topics: Callable[[KafkaSettings], Awaitable[Collection[str]]] | None = None,
+        list_topics: Callable[[KafkaSettings, Collection[str]], Awaitable[Collection[str]]] | None = None,
         on_first_poll: Callable[[], None] = lambda: None,
     ) -> None:
         """Create a worker, without opening connections.
@@ -133,7 +133,8 @@ class ServiceWorker:
             replay: Which replay headers are honored.
             consumer: Creates the Kafka client for a group.
             reach_brokers: Checks whether the brokers respond, while the store is unavailable.
-            list_topics: Returns the topics that exist, to find retry topics that were removed from the settings.
+            list_topics: Returns the topics that exist, given those that are wanted, to find retry topics that are missing
+                or were removed from the settings.
             on_first_poll: Called when a client has polled for the first time, before its messages are handled.
 
         Raises:
@@ -147,9 +148,12 @@ class ServiceWorker:
             raise ApplicationError(
                 f"service {name} has no topics: add a handler to its router, or set services.{name}.topics"
             )
+        self.sources = self.topics
+        """The topics of its events, without retry topics."""
         replay = replay or ReplaySettings()
         retries = retries_of(name, self.group, dispatcher, publisher, self.topics, service, replay)
         self._retry_topics = retries.topics if retries is not None else None
+        self._retries = retries
         if self._retry_topics is not None:
             self.topics += tuple(topic.name for topic in self._retry_topics.all())
         self._list_topics = list_topics
@@ -331,7 +335,7 @@ class ServiceWorker:
         while not self._stopping.done():
             self._phase, self._joined = "starting", False
             poller = self._poller = self._new_poller(patience)
-            await self._add_retired_topics()
+            await self._find_retry_topics()
             poller.consumer.subscribe(self.topics, listener=_Listener(self))
             try:
                 joined = await self._start(poller.consumer)
@@ -352,19 +356,33 @@ class ServiceWorker:
             return poller
         return None
 
-    async def _add_retired_topics(self) -> None:
-        """Read retry topics that are no longer in the settings, too: copies may still wait there."""
-        if self._retry_topics is None or self._list_topics is None:
+    async def _find_retry_topics(self) -> None:
+        """Subscribe to the retry topics that exist: the client does not start if one of its topics is missing.
+
+        Those that are no longer in the settings are read, too, since copies may still wait there.
+        """
+        retries = self._retries
+        if retries is None or self._list_topics is None:
             return
+        wanted = [topic.name for topic in retries.topics.all()]
         try:
-            existing = await self._list_topics(self._kafka)
+            existing = await self._list_topics(self._kafka, wanted)
         except BrokerUnavailableError as error:
-            logger.warning("%s: cannot look for retry topics that are no longer in use: %s", self.name, error)
+            logger.warning("%s: cannot look for its retry topics: %s", self.name, error)
             return
-        retired = [topic.name for topic in self._retry_topics.retired(existing) if topic.name not in self.topics]
+        retired = [topic.name for topic in retries.topics.retired(existing)]
+        missing = [name for name in wanted if name not in existing]
         if retired:
             logger.info("%s: also reads retry topics that were removed: %s", self.name, ", ".join(retired))
-            self.topics += tuple(retired)
+        if missing:
+            logger.error(
+                "%s: retry topics do not exist: %s. Their events wait in place, and hold up later ones: create the "
+                "topics, and restart the workers",
+                self.name,
+                ", ".join(missing),
+            )
+        retries.missing = frozenset(missing)
+        self.topics = (*self.sources, *(name for name in wanted if name not in missing), *retired)
 
     async def _start(self, consumer: Consumer) -> bool:
         """Start the consumer, and return whether it has joined; `False` if the worker was stopped before.

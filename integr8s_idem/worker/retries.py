@@ -31,7 +31,7 @@ COPY_BACKOFF = Backoff(initial=0.5, longest=10.0)
 """Delays between attempts to publish a copy."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Retries:
     """Publishes the copies of one service."""
 
@@ -40,6 +40,8 @@ class Retries:
     secrets: Sequence[bytes]
     """The first signs copies, all of them verify; empty if copies are not signed."""
     observer: Observer
+    missing: frozenset[str] = frozenset()
+    """Names of retry topics that did not exist when this worker joined its group: it does not read them."""
 
     def copy_of(self, delivery: Delivery) -> RetryCopy | None:
         """Return the copy that a delivery of a retry topic is; `None` if it is for another consumer group.
@@ -103,6 +105,8 @@ class Retries:
         )
         while True:
             try:
+                if topic in self.missing:
+                    raise PublishError(topic, "it did not exist when this worker started, which does not read it")
                 with self.observer.sending(topic, event.event_id, origin.headers, in_current=True) as span:
                     headers = copy.headers(topic, self.secrets)
                     describe_placement(span, await self.publisher.send(topic, origin.key, origin.value, headers))

@@ -23,7 +23,7 @@ LONGER: Final = {
     "stores/redis/codec.py": "the record format: how it is written and how it is read must be compared",
     "stores/sql/repository.py": "the Protocol of a store, and the subclass that works in the caller's transaction",
     "telemetry/__init__.py": "the Protocol of observers, with the signals and phases that it names",
-    "worker/conclusions.py": "every outcome of an item and what follows from it, side by side, so that none is forgotten",
+    "worker/conclusions.py": "every outcome of an item and what follows from it, side by side",
     "worker/consumer.py": "the life of one service, from the first connection to the last commit",
 }
 """Modules of `integr8s_idem/` beyond the limit, each with its reason."""

@@ -378,7 +378,7 @@ async def test_a_retry_topic_that_was_removed_from_the_settings_is_read_until_it
     async with running(overtaking(depot, here), broker, retry_topics=TIERS) as worker:
         await worker.until(lambda: len(copies(broker, "10m")) == 1 and broker.committed.get(TOPIC) == 1)
 
-    async def list_topics(_: object) -> list[str]:
+    async def list_topics(_: object, wanted: object) -> list[str]:
         return [at.topic for at in broker.logs]
 
     async with running(
