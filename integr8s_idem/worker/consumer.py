@@ -133,8 +133,8 @@ class ServiceWorker:
             replay: Which replay headers are honored.
             consumer: Creates the Kafka client for a group.
             reach_brokers: Checks whether the brokers respond, while the store is unavailable.
-            list_topics: Returns the topics that exist, given those that are wanted, to find retry topics that are missing
-                or were removed from the settings.
+            list_topics: Returns the topics that exist, given those that are wanted: to find retry topics that are
+                missing, or that were removed from the settings.
             on_first_poll: Called when a client has polled for the first time, before its messages are handled.
 
         Raises:

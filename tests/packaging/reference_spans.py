@@ -57,6 +57,7 @@ _OUTCOMES: Final = {
     DeliveryOutcome.DUPLICATE: "an earlier run had completed; its result was used",
     DeliveryOutcome.EXECUTED: "the handler has run",
     DeliveryOutcome.IN_PROGRESS: 'skipped, since another run was in progress (`on_in_progress = "skip"`)',
+    DeliveryOutcome.RETRY_LATER: "settled, since a copy of it waits in a retry topic",
     DeliveryOutcome.DISCARDED: "settled, although its handler failed, by a rule",
     DeliveryOutcome.RELEASED: "not settled, and will be redelivered: the partition was revoked, or the worker stopped",
     DeliveryOutcome.LOST_LEASE: "as `released`, after a run had lost its lease",
