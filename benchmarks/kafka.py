@@ -22,7 +22,7 @@ from faststream.kafka import KafkaBroker as FastStreamBroker
 
 from benchmarks.contestants import ensure
 from benchmarks.measuring import Flat
-from benchmarks.observers import Telemetry
+from benchmarks.observers import SpansOfSdk, Telemetry
 from benchmarks.places import RedisEnvironment, redis_environment
 from benchmarks.rounds import Comparison, Measured, Options, Progress, Stopwatch, Turn, compare
 from benchmarks.servers import kafka_version, running
@@ -52,6 +52,7 @@ KEYS: Final = (
     "kafka_vs_faststream",
     "kafka_vs_faststream_ack",
     "telemetry_on",
+    "telemetry_bound",
     "kafka_vs_raw_loop_native",
     "kafka_vs_faststream_native",
     "speedups",
@@ -333,14 +334,18 @@ async def measure(options: Options, progress: Progress) -> Flat:
         progress("checking that every duplicate is blocked")
         await topic.check_duplicates_are_refused()
         with Telemetry() as telemetry:
-            for comparison in _comparisons(topic, telemetry):
+            sdk = SpansOfSdk()
+            for comparison in _comparisons(topic, telemetry, sdk):
                 results |= await compare(comparison, options, progress)
             if telemetry.turns:
                 telemetry.check(telemetry.turns * topic.events)
+            if sdk.recorded:
+                sdk.check()
+            sdk.close()
         return results | {"kafka.server": topic.server(env), "kafka.events": topic.events}
 
 
-def _comparisons(topic: Topic, telemetry: Telemetry) -> list[Comparison]:
+def _comparisons(topic: Topic, telemetry: Telemetry, sdk: SpansOfSdk) -> list[Comparison]:
     async def with_telemetry(seconds: float) -> Measured:
         telemetry.turns += 1
         return await topic.idempotent(seconds, observer=telemetry.observer)
@@ -353,6 +358,7 @@ def _comparisons(topic: Topic, telemetry: Telemetry) -> list[Comparison]:
         "faststream_ack_first": partial(topic.faststream, policy=AckPolicy.ACK_FIRST),
         "faststream_ack": partial(topic.faststream, policy=AckPolicy.ACK, one_in=ACK_ONE_IN),
         "with_telemetry": with_telemetry,
+        "with_spans_of_sdk": partial(topic.idempotent, observer=sdk),
     }
     one_ms: dict[str, Turn] = {
         "idempotent": partial(topic.idempotent, service=ONE_MS, pause=0.001),
@@ -365,6 +371,7 @@ def _comparisons(topic: Topic, telemetry: Telemetry) -> list[Comparison]:
         "kafka_vs_faststream": ("idempotent", "faststream_ack_first"),
         "kafka_vs_faststream_ack": ("idempotent", "faststream_ack"),
         "telemetry_on": ("with_telemetry", "idempotent"),
+        "telemetry_bound": ("with_spans_of_sdk", "idempotent"),
     }
     if NATIVE is not None:
         noop["native"] = with_native_code(topic.idempotent)

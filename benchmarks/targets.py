@@ -83,6 +83,7 @@ _TARGETS: Final[Mapping[str, Target]] = {
 }
 
 RATIOS: Final[Mapping[str, str]] = {
+    "telemetry_bound": "idempotent service, with spans of a tenth of its events by the SDK alone ÷ without telemetry",
     "speedups": "idempotent service with the native code ÷ the same service without it",
     "faststream_guarded": "FastStream's subscriber with the guard ÷ the same without it, both `NACK_ON_ERROR`",
     "sql_inbox": "business insert and record with SQLAlchemy Core ÷ the bare driver without a guard",
@@ -146,6 +147,10 @@ GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
     "one_process": ("as `idempotent`, with metrics for every event", _EFFECTS),
     "two_processes": ("as `one_process`; a process that dies is started again", _EFFECTS),
     "with_telemetry": ("as `idempotent`, with metrics for every event and spans for every tenth", _EFFECTS),
+    "with_spans_of_sdk": (
+        "as `idempotent`; the OpenTelemetry SDK makes the spans of every tenth event",
+        _EFFECTS,
+    ),
     "plain": ("offsets are committed after the handler has finished; retries, dead letters", _UNGUARDED),
     "raw_loop": (
         "in order; offsets are committed after each poll",

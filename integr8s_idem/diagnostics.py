@@ -31,6 +31,9 @@ class Code(str, Enum):
     SETTINGS_WARNING = "settings-warning"
     APPLICATION_BROKEN = "application-broken"
     KEY_FIELDS = "key-fields"
+    FAILURE_RULES = "failure-rules"
+    RULE_UNREACHABLE = "failure-rule-unreachable"
+    RULE_DISCARDS_ALL = "failure-rule-discards-all"
     SPEEDUPS_SEEN = "speedups-seen"
     SPEEDUPS_UNUSABLE = "speedups-unusable"
 

@@ -86,6 +86,22 @@ class FailureRule:
             return True
         return self.through_causes and any(isinstance(cause, self.errors) for cause in _causes(error))
 
+    def covers(self, error: ErrorClass, *, through_causes: bool = False) -> bool:
+        """Whether the rule matches every error of this class.
+
+        Args:
+            error: A class of errors.
+            through_causes: Whether it must also match each error that was raised `from` one of these.
+        """
+        chosen = issubclass(error, _OF_HANDLERS)
+        grouped = issubclass(error, BaseExceptionGroup)
+        return (self.through_causes or not through_causes) and any(
+            issubclass(error, each)
+            and (not chosen or issubclass(each, _OF_HANDLERS))
+            and (not grouped or issubclass(each, BaseExceptionGroup))
+            for each in self.errors
+        )
+
     def is_last(self, attempt: int, max_attempts: int) -> bool:
         """Whether the event is given up after the attempt with this number."""
         match self.action:

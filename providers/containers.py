@@ -59,14 +59,19 @@ k8s_worker = Service(
         IdempotencyProvider(),
         KafkaProvider(),
         IdempotentDispatcherProvider(
-            k8s_worker_router, key_strategy=KeyStrategy.CONTENT_HASH, ttl=timedelta(seconds=3_600)
+            k8s_worker_router,
+            key_strategy=KeyStrategy.CONTENT_HASH,
+            fields=["execution_id", "saga_id"],
+            ttl=timedelta(seconds=3_600),
         ),
         DatabaseProvider(),
         K8sWorkerProvider(),
     ],
     background=[pod_checks],
 )
-"""Runs scripts. Idempotent by content: equal commands count as one, regardless of their ids."""
+"""Runs scripts. Idempotent by content: the commands of a kind that one saga sends for an execution count as one,
+regardless of their ids.
+"""
 
 
 def _result_processor_providers(settings: PlatformSettings) -> Sequence[Provider]:
@@ -76,6 +81,7 @@ def _result_processor_providers(settings: PlatformSettings) -> Sequence[Provider
         IdempotentDispatcherProvider(
             result_processor_router,
             key_strategy=KeyStrategy.CONTENT_HASH,
+            fields=["execution_id"],
             ttl=timedelta(seconds=7_200),
             transaction=_transaction(settings),
         ),
@@ -99,7 +105,7 @@ def _transaction(settings: PlatformSettings) -> type[AsyncConnection] | None:
 
 
 result_processor = Service("result-processor", providers=_result_processor_providers)
-"""Stores results. Idempotent by content: equal outcomes count as one, regardless of their ids.
+"""Stores results. Idempotent by content: the outcomes of a kind of one execution count as one, regardless of their ids.
 
 Transactional if its records are in the database that holds the results.
 """

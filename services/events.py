@@ -105,7 +105,7 @@ class ExecutionRejected(ExecutionEvent):
 
 
 class CreatePodCommand(ExecutionEvent, ScriptRequest):
-    """Run this script.  Equal sagas create equal commands, so the k8s worker can be idempotent by content."""
+    """Run this script.  A saga runs one script, so the k8s worker can be idempotent by saga."""
 
     event_type: Literal["create_pod_command"] = "create_pod_command"
     saga_id: Id

@@ -127,7 +127,8 @@ HEALTH: Final = Row(
         stat(
             "Dead letters in 1 h",
             f"round(sum({_NEW_DEAD_LETTERS}) or vector(0))",
-            "Dead-lettered messages. Nothing is lost: read the reason in the headers, fix the cause, and replay them. "
+            "Dead-lettered messages. Nothing is lost: read the reasons with integr8s-idem dlq list, fix the cause, and "
+            "replay them with integr8s-idem dlq replay. "
             f"See IdempotencyDeadLetters in {GUIDE}.",
             NONE_IS_GOOD,
         ),
@@ -198,12 +199,14 @@ PROBLEMS: Final = Row(
         ),
         per_minute(
             "Failures and retries",
-            "Runs of handlers that raised or timed out, deliveries to be retried, and events discarded by a rule. "
+            "Runs of handlers that raised or timed out, deliveries to be retried, events discarded by a rule, and "
+            "services that a rule has stopped. "
             "Rising: read the tracebacks in the log; events that keep failing are dead-lettered. "
             f"See IdempotencyHandlersFail in {GUIDE}.",
             "handler_failures",
             "retries",
             "events_discarded",
+            "services_stopped",
         ),
         per_minute(
             "Takeovers, prevented late starts, isolated runs",

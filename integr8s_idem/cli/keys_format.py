@@ -99,7 +99,9 @@ def _record_explanation_json(explained: RecordExplanation, whole_result: bool) -
     record = record_json(explained.found, explained.parsed, body=max(limit, 1))
     failed = status_of(explained.found) == "failed"
     dead_letters = explained.dead_letters if failed and explained.dead_letters else None
-    return {**record, "next_delivery": explained.next_delivery, **related, "dead_letters": dead_letters}
+    rules = None if explained.rules is None else [str(rule) for rule in explained.rules]
+    next_delivery = {"next_delivery": explained.next_delivery, "failure_rules": rules}
+    return {**record, **next_delivery, **related, "dead_letters": dead_letters}
 
 
 def _missing_json(absent: MissingRecord) -> dict[str, Any]:
@@ -141,7 +143,8 @@ def _record_rows(
     yield "last run", _moment(state.reserved_at, state.now)
     if record.settled_at is not None:
         yield record.status.value, _moment(record.settled_at, state.now)
-    yield "attempts", f"{record.attempt} of at most {explained.config.max_attempts}"
+    but = ", unless a rule for the error says otherwise" if explained.rules else ""
+    yield "attempts", f"{record.attempt} of at most {explained.config.max_attempts}{but}"
     if state.lease is Lease.HELD:
         yield "lease", f"ends in {format_duration(state.lease_left)} unless renewed, {_moment(record.lease_until)}"
     if state.lease is Lease.SCHEDULED:

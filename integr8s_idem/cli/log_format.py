@@ -16,7 +16,7 @@ from integr8s_idem.config.urls import redacted
 from integr8s_idem.telemetry.log_fields import FIELDS, ContextFilter
 from integr8s_idem.telemetry.log_records import exception_fields, extra_fields
 
-_SHOWN: Final = ("handler", "attempt", "event_id", "record_key", "message_key", "trace_id")
+_SHOWN: Final = ("service", "handler", "attempt", "event_id", "record_key", "message_key", "trace_id", "span_id")
 """Fields of the context that are shown by name on a terminal."""
 REPEAT_SECONDS: Final = 30.0
 """Interval within which a repeated line of aiokafka is dropped."""
@@ -53,7 +53,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats `12:00:01 INFO    shop  message  name=value  orders[2]@17 handler=charge attempt=2`, in local time.
+    """Formats `12:00:01 INFO    shop  message  name=value  orders[2]@17 service=billing handler=charge`, in local time.
 
     Of the fields of the context, it shows those that help a reader most.  The lines of a traceback follow, indented.
     Control characters are escaped, since events are untrusted: they can neither control the terminal nor forge a line.
@@ -155,8 +155,6 @@ def _context_of(fields: dict[str, Any]) -> str:
     if "topic" in known and "partition" in known:
         offset = f"@{known['offset']}" if "offset" in known else ""
         shown.insert(0, f"{known['topic']}[{known['partition']}]{offset}")
-    elif "service" in known:
-        shown.insert(0, f"service={known['service']}")
     return "  " + " ".join(shown) if shown else ""
 
 

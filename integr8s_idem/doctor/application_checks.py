@@ -11,6 +11,7 @@ from dishka import AsyncContainer
 
 from integr8s_idem.config import Settings
 from integr8s_idem.diagnostics import Code, Finding, Severity
+from integr8s_idem.doctor.failure_rules import rule_findings
 from integr8s_idem.doctor.sqlite_file import is_missing
 from integr8s_idem.doctor.store_checks import OUTBOX, STORE, check_repository, refusal
 from integr8s_idem.errors import ApplicationError, StoreError
@@ -79,6 +80,7 @@ async def _check_service(
         retries = RetryTopics(section.group_id or service.group_id or service.name, section.retry_topics, topics)
         report.readings.append(replace(reading_of(dispatcher, topics), retries=retries))
         report.findings += _key_findings(service.name, dispatcher)
+        report.findings += rule_findings(service.name, dispatcher)
         report.findings += await _outbox_findings(dispatcher, settings)
         report.uses_store |= bool(opened)
         own = dispatcher.manager.repository if dispatcher.manager is not None else None

@@ -106,14 +106,16 @@ class Executor(RunServices):
                 return known
         asked_at = self.now()
         try:
-            if work.looks:
+            if work.looks or work.unanswered:
                 since = perf_counter()
                 verdict = await self.client.reserve(self.client.request(work))
                 self.verdicts.observe(work, verdict, since)
             else:
                 with self.observer.phase(Phase.RESERVE, work.event_type, handler=work.handler) as span:
                     work.trace = work.trace or span.trace()
+                    work.unanswered = True
                     verdict = await self.client.reserve(self.client.request(work))
+                    work.unanswered = False
                     if work.trace is not None:
                         describe(span, work, verdict)
         except asyncio.CancelledError:

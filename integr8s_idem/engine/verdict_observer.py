@@ -1,7 +1,8 @@
 """Observe what the store answers to reservations: one phase for each verdict that counts, and one for each wait.
 
 While another run is in progress, a key is looked at again and again.  Only the first of these answers and the one that
-ends the wait are observed, and the wait itself once, with the number of looks.
+ends the wait are observed, and the wait itself once, with the number of looks.  While the store does not answer,
+requests are repeated, and only the first failure is observed.
 """
 
 from __future__ import annotations
@@ -27,24 +28,27 @@ class VerdictObserver:
         """Observe an answer that has arrived now to a request made at `since`, by `time.perf_counter`."""
         if not (work.looks and isinstance(verdict, Pending)):
             self.end_wait(work)
+            work.unanswered = False
             _in_context(work, self._verdict, work, verdict, since)
 
     def observe_all(self, works: Sequence[Work], verdicts: Sequence[Verdict], since: float) -> None:
         """Observe the answers to a request for several works, like `observe`."""
-        usual = [work.event_type for work in works if work.context is None and not work.looks]
+        usual = [each.event_type for each in works if each.context is None and not (each.looks or each.unanswered)]
         if usual:
             self._observer.shared(Phase.RESERVE, usual, since=since)
         if len(usual) < len(works):
             for work, verdict in zip(works, verdicts, strict=True):
-                if work.context is not None or work.looks:
+                if work.context is not None or work.looks or work.unanswered:
                     self.observe(work, verdict, since)
 
     def observe_failure(self, works: Sequence[Work], error: BaseException, since: float) -> None:
-        """Observe that the store did not answer."""
-        usual = [work.event_type for work in works if work.context is None]
+        """Observe that the store did not answer, once for each work until it answers."""
+        new = [work for work in works if not work.unanswered]
+        usual = [work.event_type for work in new if work.context is None]
         if usual:
             self._observer.shared(Phase.RESERVE, usual, since=since)
-        for work in works:
+        for work in new:
+            work.unanswered = True
             if work.context is not None:
                 _in_context(work, self._failed, work, error, since)
 

@@ -160,6 +160,8 @@ class Work:
     """Link to the recorded span of this work, for its record."""
     looks: int = 0
     """How many times it was found in progress since `waiting_since`; 0 if it does not wait for another run."""
+    unanswered: bool = False
+    """Whether the store did not answer a request for this attempt, which has been observed."""
     handler: str = ""
     """Name of the handler that does it, for spans; empty if it is unknown."""
     waiting_since: float = 0.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -21,9 +21,11 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
 from integr8s_idem.config.durations import Duration, duration
+from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.work import Attempt
-from integr8s_idem.errors import ApplicationError, InvalidKeyError
+from integr8s_idem.errors import ApplicationError, InvalidKeyError, ServiceStoppedError
+from integr8s_idem.failures import FailureRule
 from integr8s_idem.functions.sync_bridge import named
 from integr8s_idem.integrations.kafka_loops import (
     COMMIT_INTERVAL,
@@ -31,9 +33,12 @@ from integr8s_idem.integrations.kafka_loops import (
     by_header,
     by_position,
     end_of,
+    note_discarded,
     pause_after,
+    policy_of,
     require_async,
     require_awaitable,
+    stop_of,
     value_of,
     work_of,
 )
@@ -60,6 +65,7 @@ async def guarded(
     key: KeyOf = by_position,
     ttl: Duration | None = None,
     given_up: GivenUp | None = None,
+    failures: Iterable[FailureRule] | None = None,
     commit_interval: Duration = COMMIT_INTERVAL,
 ) -> AsyncGenerator[Delivery, None]:
     """Iterate over the records of a started consumer, one at a time; call `delivery.run` for each.
@@ -69,11 +75,15 @@ async def guarded(
         ttl: How long an outcome is kept, by the store's clock.  Choose it longer than the retention of the topic.
         given_up: Async function that accepts records whose work has failed permanently; they are committed afterwards.
             Without it `run` raises, and they are not committed.
+        failures: Rules for errors of the function, without pauses of their own, and before the default ones; see
+            `integr8s_idem.failures`.  Without them, each error is retried, except `PermanentError`.
         commit_interval: How often offsets are committed, by this process's clock.  Avoid values well below a second:
             a commit during a rebalance makes aiokafka rejoin the group.
 
     Raises:
-        ApplicationError: The consumer has auto-commit enabled, or a delivery was neither run nor skipped.
+        ApplicationError: The consumer has auto-commit enabled, a delivery was neither run nor skipped, or a rule has a
+            pause of its own.
+        ServiceStoppedError: A rule stops the loop; the record is not committed.
         KafkaError: Raised by `AIOKafkaConsumer.getmany`.
     """
     if getattr(consumer, "_enable_auto_commit", False):
@@ -82,8 +92,9 @@ async def guarded(
             "create it with AIOKafkaConsumer(enable_auto_commit=False)"
         )
     checked_ttl = None if ttl is None else manager.checked_ttl(ttl)
+    policy = policy_of(failures)
     committer = _Committer(consumer, duration(commit_interval, "commit_interval").total_seconds())
-    failures = 0
+    failed = 0
     try:
         while True:
             fetched = await consumer.getmany(timeout_ms=int(_POLL * 1000))
@@ -91,18 +102,20 @@ async def guarded(
                 for record in records:
                     if partition not in consumer.assignment():
                         break  # the partition was revoked; its next owner processes the record
-                    delivery = Delivery(consumer, manager, record, key, checked_ttl, given_up)
+                    delivery = Delivery(consumer, manager, record, key, checked_ttl, given_up, policy)
                     try:
                         yield delivery
                     finally:  # the caller may break out of the loop
                         if delivery.settled:
                             committer.settled[partition] = record.offset + 1
                     if not delivery.settled:
-                        failures += 1
+                        failed += 1
                         _seek_back(consumer, partition, delivery)
-                        await asyncio.sleep(pause_after(failures))
+                        if delivery.stopped is not None:
+                            raise delivery.stopped
+                        await asyncio.sleep(pause_after(failed))
                         break
-                    failures = 0
+                    failed = 0
                     await committer.commit_if_due()
             await committer.note_positions()
             await committer.commit_if_due()
@@ -192,10 +205,13 @@ class Delivery:
         key: KeyOf,
         ttl: timedelta | None,
         given_up: GivenUp | None,
+        failures: FailurePolicy | None = None,
     ) -> None:
         self.record = record
         self.settled = False
         """Whether the record may be committed."""
+        self.stopped: ServiceStoppedError | None = None
+        """Ends the loop: the function failed with an error that a rule stops for."""
         self.was_run = False
         self.attempt: Attempt | None = None
         """The attempt of the run, once it has started."""
@@ -204,6 +220,7 @@ class Delivery:
         self._key = key
         self._ttl = ttl
         self._given_up = given_up
+        self._failures = failures
 
     def skip(self) -> None:
         """Mark the record as processed without running a function."""
@@ -219,6 +236,7 @@ class Delivery:
                 `given_up` function.
             ResultDroppedError, ResultDecodeError: The record was processed, but the result of that run is not
                 available.
+            ServiceStoppedError: A rule stops the loop, which ends with this error.
             LeaseLostError: The lease expired; another worker may process the record now.
             StoreError: The store did not answer; the record is fetched again.
             Exception: Any error of `function`, unchanged; the record is fetched again.
@@ -230,7 +248,7 @@ class Delivery:
 
     async def _run(self, function: Callable[[ConsumerRecord[Any, Any]], Awaitable[T]]) -> T:
         try:
-            work = work_of(self._manager, self.record, self._key, self._ttl, function)
+            work = work_of(self._manager, self.record, self._key, self._ttl, function, self._failures)
         except InvalidKeyError as error:
             await self._failed(error, final=True)
             return cast("T", None)
@@ -243,7 +261,14 @@ class Delivery:
 
         while isinstance(outcome := await self._manager.execute(work, call), Pending):
             await self._wait()
+        self.stopped = stop_of(work, named(function), outcome)
+        if self.stopped is not None:
+            raise self.stopped
         end = end_of(work, outcome)
+        if end.is_discarded:
+            note_discarded(self._manager, work, named(function), outcome)
+            self.settled = True
+            return cast("T", None)
         if end.error is not None:
             await self._failed(end.error, final=end.settled)
             return cast("T", None)

@@ -14,17 +14,19 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
 
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.config.message_text import lacking
+from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.results import materialized
 from integr8s_idem.engine.work import Attempt, Outcome, Work
-from integr8s_idem.errors import ApplicationError, InvalidKeyError
+from integr8s_idem.errors import ApplicationError, InvalidKeyError, ServiceStoppedError
+from integr8s_idem.failures import FailureRule
 from integr8s_idem.functions.sync_bridge import Here, in_a_loop, named, own_loop, refuse_awaitable, wait_for
 from integr8s_idem.integrations.kafka_loops import (
     COMMIT_INTERVAL,
@@ -32,8 +34,11 @@ from integr8s_idem.integrations.kafka_loops import (
     by_header,
     by_position,
     end_of,
+    note_discarded,
     pause_after,
+    policy_of,
     refuse_async,
+    stop_of,
     value_of,
     work_of,
 )
@@ -87,6 +92,7 @@ def guarded(
     key: KeyOf = by_position,
     ttl: Duration | None = None,
     given_up: GivenUp | None = None,
+    failures: Iterable[FailureRule] | None = None,
     commit_interval: Duration = COMMIT_INTERVAL,
     stop: threading.Event | None = None,
 ) -> Iterator[Delivery]:
@@ -99,18 +105,23 @@ def guarded(
         ttl: How long an outcome is kept, by the store's clock.  Choose it longer than the retention of the topic.
         given_up: Function that accepts messages whose work has failed permanently; they are committed afterwards.
             Without it `run` raises, and they are not committed.
+        failures: Rules for errors of the function, without pauses of their own, and before the default ones; see
+            `integr8s_idem.failures`.  Without them, each error is retried, except `PermanentError`.
         commit_interval: How often offsets are committed, by this process's clock.
         stop: Ends the loop once it is set by another thread or a signal handler, even if no messages arrive.
 
     Raises:
-        ApplicationError: The calling thread runs an event loop, or a delivery was neither run nor skipped.
+        ApplicationError: The calling thread runs an event loop, a delivery was neither run nor skipped, or a rule has a
+            pause of its own.
+        ServiceStoppedError: A rule stops the loop; the message is not committed.
         KafkaException: The consumer reports a permanent error.
     """
     if in_a_loop():
         raise ApplicationError("a confluent-kafka loop would block the running event loop: call it in a thread")
     checked_ttl = None if ttl is None else manager.checked_ttl(ttl)
+    policy = policy_of(failures)
     committer = _Committer(consumer, duration(commit_interval, "commit_interval").total_seconds())
-    failures = 0
+    failed = 0
     try:
         while stop is None or not stop.is_set():
             message = consumer.poll(_POLL)
@@ -118,18 +129,20 @@ def guarded(
             if message is None or _is_transient(message.error()):
                 committer.note_end(message)
                 continue
-            delivery = Delivery(consumer, manager, message, key, checked_ttl, given_up)
+            delivery = Delivery(consumer, manager, message, key, checked_ttl, given_up, policy)
             try:
                 yield delivery
             finally:  # the caller may break out of the loop
                 if delivery.settled:
                     committer.settle(delivery.record)
             if delivery.settled:
-                failures = 0
+                failed = 0
             else:
-                failures += 1
+                failed += 1
                 _seek_back(consumer, delivery)
-                time.sleep(pause_after(failures))
+                if delivery.stopped is not None:
+                    raise delivery.stopped
+                time.sleep(pause_after(failed))
     finally:
         committer.commit()
 
@@ -227,11 +240,14 @@ class Delivery:
         key: KeyOf,
         ttl: timedelta | None,
         given_up: GivenUp | None,
+        failures: FailurePolicy | None = None,
     ) -> None:
         self.message = message
         self.record = _Record.of(message)
         self.settled = False
         """Whether the message may be committed."""
+        self.stopped: ServiceStoppedError | None = None
+        """Ends the loop: the function failed with an error that a rule stops for."""
         self.was_run = False
         self.attempt: Attempt | None = None
         """The attempt of the run, once it has started."""
@@ -240,6 +256,7 @@ class Delivery:
         self._key = key
         self._ttl = ttl
         self._given_up = given_up
+        self._failures = failures
 
     def skip(self) -> None:
         """Mark the message as processed without running a function."""
@@ -255,6 +272,7 @@ class Delivery:
                 `given_up` function.
             ResultDroppedError, ResultDecodeError: The message was processed, but the result of that run is not
                 available.
+            ServiceStoppedError: A rule stops the loop, which ends with this error.
             LeaseLostError: The lease expired; another worker may process the message now.
             StoreError: The store did not answer; the message is fetched again.
             Exception: Any error of `function`, unchanged; the message is fetched again.
@@ -266,14 +284,21 @@ class Delivery:
 
     def _run(self, function: Callable[[Message], T]) -> T:
         try:
-            work = work_of(self._manager, self.record, self._key, self._ttl, function)
+            work = work_of(self._manager, self.record, self._key, self._ttl, function, self._failures)
         except InvalidKeyError as error:
             self._failed(error, final=True)
             return cast("T", None)
         loop = self._manager.running_loop or own_loop()
         while isinstance(outcome := wait_for(loop, functools.partial(self._once, work, function)), Pending):
             self._wait()
+        self.stopped = stop_of(work, named(function), outcome)
+        if self.stopped is not None:
+            raise self.stopped
         end = end_of(work, outcome)
+        if end.is_discarded:
+            note_discarded(self._manager, work, named(function), outcome)
+            self.settled = True
+            return cast("T", None)
         if end.error is not None:
             self._failed(end.error, final=end.settled)
             return cast("T", None)

@@ -40,10 +40,11 @@ from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.config.message_text import lacking
+from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.results import decode_result, encode_result, repeatable
 from integr8s_idem.engine.run import Run
-from integr8s_idem.engine.work import HandlerFailed, Outcome, Work
+from integr8s_idem.engine.work import Discarded, HandlerFailed, Outcome, Work
 from integr8s_idem.errors import (
     ApplicationError,
     IdempotencyError,
@@ -52,10 +53,22 @@ from integr8s_idem.errors import (
     LeaseLostError,
     ResultDecodeError,
     ResultDroppedError,
+    ServiceStoppedError,
     StoreError,
 )
 from integr8s_idem.events import derived_event_id
-from integr8s_idem.integrations.kafka_loops import End, KeyOf, by_header, by_position, end_of, pause_after
+from integr8s_idem.failures import FailureRule
+from integr8s_idem.integrations.kafka_loops import (
+    End,
+    KeyOf,
+    by_header,
+    by_position,
+    end_of,
+    note_discarded,
+    pause_after,
+    policy_of,
+    stop_of,
+)
 from integr8s_idem.keys import EntryPoint, Key
 from integr8s_idem.keys.fingerprints import fingerprint
 from integr8s_idem.records import Completed, Pending, StoredResult
@@ -64,6 +77,7 @@ from integr8s_idem.telemetry.log_fields import SOURCE, CommonSource, LogSource, 
 try:
     from faststream import AckPolicy, BaseMiddleware
     from faststream.exceptions import AckMessage, HandlerException, IgnoredException, NackMessage, StopConsume
+    from faststream.kafka.subscriber.usecase import BatchSubscriber
     from faststream.message import StreamMessage
     from faststream.response import Response
 except ModuleNotFoundError as error:
@@ -86,6 +100,8 @@ class _Settings:
     key: KeyOf
     ttl: timedelta | None
     given_up: GivenUp | None
+    policy: FailurePolicy | None = None
+    """The rules for errors; `None` if there are none, not even the default ones."""
     failures: dict[Any, int] = field(default_factory=dict)
     """Consecutive failures by subscriber."""
     names: dict[Any, str | None] = field(default_factory=dict)
@@ -102,6 +118,7 @@ class IdempotencyMiddleware:
         key: KeyOf = by_position,
         ttl: Duration | None = None,
         given_up: GivenUp | None = None,
+        failures: Iterable[FailureRule] | None = None,
     ) -> None:
         """
         Args:
@@ -110,8 +127,14 @@ class IdempotencyMiddleware:
             ttl: How long an outcome is kept, by the store's clock.  Choose it longer than the retention of the topic.
             given_up: Async function that accepts records which cannot be handled or have failed permanently; they are
                 acknowledged afterwards.  Without it they are redelivered and block their partition.
+            failures: Rules for errors of handlers, without pauses of their own, and before the default ones; see
+                `integr8s_idem.failures`.  Without them, each error is retried, except `PermanentError`.  They do not
+                apply to batches: subscribers with `batch=True` are rejected.
+
+        Raises:
+            ApplicationError: A rule has a pause of its own.
         """
-        self._settings = _Settings(manager, key, duration(ttl, "ttl"), given_up)
+        self._settings = _Settings(manager, key, duration(ttl, "ttl"), given_up, policy_of(failures))
 
     def __call__(self, msg: Any, /, *, context: Any) -> _Guard:
         return _Guard(self._settings, msg, context=context)
@@ -125,6 +148,8 @@ class IdempotencyMiddleware:
         """
         for subscriber in broker.subscribers:
             check_subscriber(subscriber, broker)
+            if self._settings.policy is not None and has_group(subscriber) and isinstance(subscriber, BatchSubscriber):
+                raise SubscriberError(_NO_BATCHES)
 
 
 def key_of_message(group: str, subscriber: str, text: str) -> Key:
@@ -134,6 +159,16 @@ def key_of_message(group: str, subscriber: str, text: str) -> Key:
 
 class SubscriberError(ApplicationError, StopConsume):
     """A subscriber is configured in a way that would lose messages.  FastStream stops it."""
+
+
+class SubscriberStoppedError(ServiceStoppedError, StopConsume):
+    """A rule stops a subscriber because of an error of its handler.  FastStream stops it."""
+
+
+_NO_BATCHES: Final = (
+    "rules for errors (failures=) do not apply to batches, in which only one message may be the cause: give "
+    "subscribers with batch=True a broker whose IdempotencyMiddleware has no rules"
+)
 
 
 _SAFE: Final = frozenset({AckPolicy.ACK, AckPolicy.REJECT_ON_ERROR, AckPolicy.NACK_ON_ERROR})
@@ -213,6 +248,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         self._is_guarded = False
         """Whether published messages answer a guarded message."""
         self._outer_source = SOURCE.get()
+        self._message: StreamMessage[Any] | None = None
         self._must_redeliver = False
         """Whether the message must not be acknowledged, even if the rest of its batch succeeds."""
 
@@ -220,9 +256,13 @@ class _Guard(BaseMiddleware[Any, Any]):
         if not has_group(self._subscriber):
             return await call_next(msg)
         await self._check_subscriber(msg)
-        self._is_guarded = True
+        self._is_guarded, self._message = True, msg
         SOURCE.set(self._log_source(msg.raw_message))
         if isinstance(msg.raw_message, tuple | list):
+            if self._settings.policy is not None:
+                logger.error("%s", _NO_BATCHES)
+                await msg.nack()
+                raise SubscriberError(_NO_BATCHES)
             return await self._consume_batch(call_next, msg)
         work = self._work_or_end(msg.raw_message)
         if isinstance(work, Work):
@@ -231,6 +271,8 @@ class _Guard(BaseMiddleware[Any, Any]):
         await turn_of_the_loop()
         while ended is None and isinstance(work, Work) and self._runs[0][0].is_late():
             ended = await self._or_redeliver(self._begin_again(*self._runs[0]))
+        if ended is not None and ended.is_discarded:
+            raise AckMessage
         if ended is not None and isinstance(ended.done, Completed):
             return _replayed(ended.done)
         if ended is not None:
@@ -420,7 +462,8 @@ class _Guard(BaseMiddleware[Any, Any]):
         assert name is not None, "check_subscriber rejects subscribers without a name"
         key = key_of_message(group, name, text)
         ttl = None if self._settings.ttl is None else self._manager.checked_ttl(self._settings.ttl)
-        return Work(self._manager.space.key(key), fingerprint(record.value or b""), ttl, handler=name)
+        digest, policy = fingerprint(record.value or b""), self._settings.policy
+        return Work(self._manager.space.key(key), digest, ttl, handler=name, failures=policy)
 
     async def _work(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
         with self._runs[0][0].within() if len(self._runs) == 1 else nullcontext():
@@ -496,15 +539,30 @@ class _Guard(BaseMiddleware[Any, Any]):
         lost = _stop(runs, error)
         held = [(run, record) for run, record in runs if run not in lost]
         ends = await _ends_of([run.fail(error) for run, _ in held])
-        given_up = 0
-        for (_, record), end in zip(held, ends, strict=True):
+        settled = 0
+        for (run, record), end in zip(held, ends, strict=True):
             if isinstance(end, HandlerFailed) and end.given_up:
-                given_up += 1
+                settled += 1
                 await self._give_up(record, error)
-        if given_up == len(runs):
+            elif isinstance(end, Discarded):
+                settled += 1
+                note_discarded(self._manager, run.work, run.work.handler, end)
+            elif isinstance(end, HandlerFailed) and (stopped := stop_of(run.work, run.work.handler, end)) is not None:
+                await self._stop_subscriber(stopped)
+        if settled == len(runs):
             await self._acknowledge()
         logger.warning("%s: the message will be redelivered", _text_of(error))
         await self._redeliver()
+
+    async def _stop_subscriber(self, stopped: ServiceStoppedError) -> NoReturn:
+        """Stop the subscriber.  Its message is rejected, so that it is redelivered at the next start."""
+        await self._abandon()
+        logger.error("%s", stopped, exc_info=stopped.__cause__)
+        assert self._message is not None, "a run belongs to a message"
+        # First, since under some policies FastStream acknowledges a message whose consumer is stopped.
+        await self._message.nack()
+        error = SubscriberStoppedError(stopped.label, stopped.handler, stopped.rule, stopped.reason)
+        raise error from stopped.__cause__
 
     async def _give_up(self, record: Any, error: Exception | None) -> None:
         """Pass a record to the `given_up` function.  If that is missing or fails, the message is redelivered."""

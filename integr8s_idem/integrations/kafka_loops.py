@@ -8,26 +8,34 @@ processing is waited for.  The library's own worker adds concurrency, delayed re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Protocol, TypeAlias
 
 from integr8s_idem._util.committable_offsets import Placed
 from integr8s_idem.codecs import header
+from integr8s_idem.engine.error_text import describe_error
+from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.engine.manager import IdempotencyManager, replayed_value
 from integr8s_idem.engine.outcomes import error_of
-from integr8s_idem.engine.results import encode_result, refuse_generator
-from integr8s_idem.engine.work import Executed, HandlerFailed, Outcome, Work
+from integr8s_idem.engine.results import discarded_error, encode_result, refuse_generator
+from integr8s_idem.engine.work import Discarded, Executed, HandlerFailed, Outcome, Work
 from integr8s_idem.errors import (
     ApplicationError,
     InvalidKeyError,
+    ServiceStoppedError,
 )
+from integr8s_idem.failures import FailureAction, FailureRule, checked_rules
 from integr8s_idem.functions.sync_bridge import is_async, named
 from integr8s_idem.keys import EntryPoint, Key, given_text
 from integr8s_idem.keys.field_sets import field_set_of_value
 from integr8s_idem.keys.fingerprints import fingerprint, fingerprint_of_fields
 from integr8s_idem.records import Completed
+from integr8s_idem.telemetry import Signal
+
+logger = logging.getLogger(__name__)
 
 FIRST_PAUSE: Final = 0.2
 LONGEST_PAUSE: Final = 30.0
@@ -67,15 +75,40 @@ def by_position(record: Record) -> str:
     return f"{record.topic}:{record.partition}:{record.offset}"
 
 
+def policy_of(failures: Iterable[FailureRule] | None) -> FailurePolicy | None:
+    """Return the rules for errors of a loop; `None` if it has none, not even the default ones.
+
+    Raises:
+        ApplicationError: A rule has a pause of its own.
+    """
+    if failures is None:
+        return None
+    rules = checked_rules(failures)
+    for rule in rules:
+        has_pause = (rule.delay, rule.first_pause, rule.longest_pause) != (None, None, None) or not rule.jitter
+        if has_pause:
+            raise ApplicationError(
+                f"the rule {rule} has a pause of its own, during which all partitions would wait, until the consumer "
+                "is removed from its group. Write retry() with attempts only, or use the library's worker"
+            )
+    return FailurePolicy(rules)
+
+
 def work_of(
-    manager: IdempotencyManager, record: Record, key: KeyOf, ttl: timedelta | None, function: Callable[..., object]
+    manager: IdempotencyManager,
+    record: Record,
+    key: KeyOf,
+    ttl: timedelta | None,
+    function: Callable[..., object],
+    failures: FailurePolicy | None = None,
 ) -> Work:
     """Return the work of `record`, which `function` does.  The body of the record is its fingerprint."""
     checked = None if ttl is None else manager.checked_ttl(ttl)
     # Producers control the header: its value must not match a key of another entry point in the same scope.
     text = given_text(key(record))
     entry_key = Key.of_entry(EntryPoint.KAFKA_LOOP, *text.split(":"), name=text)
-    return Work(manager.space.key(entry_key), _fingerprint_of(record.value), checked, returns=function)
+    fingerprint_ = _fingerprint_of(record.value)
+    return Work(manager.space.key(entry_key), fingerprint_, checked, returns=function, failures=failures)
 
 
 def _fingerprint_of(body: object) -> bytes | None:
@@ -99,14 +132,42 @@ class End:
     """Whether the record may be committed."""
     done: Executed[Any] | Completed | None = None
     error: Exception | None = None
+    is_discarded: bool = False
+    """Whether a rule has discarded the record: it has no value, and is not given up."""
 
 
 def end_of(work: Work, outcome: Outcome[Any]) -> End:
     """Convert an outcome other than `InProgress` and `Scheduled` to the end of a record's work."""
+    if isinstance(outcome, Discarded):
+        return End(True, is_discarded=True)
+    if isinstance(outcome, Completed) and discarded_error(outcome.result) is not None:
+        return End(True, done=outcome, is_discarded=True)
     if isinstance(outcome, Executed | Completed):
         return End(True, done=outcome)
     settled = outcome.given_up if isinstance(outcome, HandlerFailed) else True
     return End(settled, error=error_of(work.key.label, outcome))
+
+
+def note_discarded(manager: IdempotencyManager, work: Work, name: str, outcome: Outcome[Any]) -> None:
+    """Count and log that a record was discarded, if `outcome` says so; `name` is that of its function."""
+    if not isinstance(outcome, Discarded):
+        return
+    manager.observer.count(Signal.DISCARDED)
+    reason = describe_error(outcome.error)
+    logger.warning(
+        "%s: %s failed at attempt %d (%s), discarded by a rule", work.key.label, name, outcome.attempt, reason
+    )
+
+
+def stop_of(work: Work, name: str, outcome: Outcome[Any]) -> ServiceStoppedError | None:
+    """Return the error that stops a loop, if a rule says so; `name` is that of the function that failed."""
+    match outcome:
+        case HandlerFailed(given_up=False, rule=FailureRule(action=FailureAction.STOP) as rule):
+            stopped = ServiceStoppedError(work.key.label, name, str(rule), describe_error(outcome.error))
+            stopped.__cause__ = outcome.error
+            return stopped
+        case _:
+            return None
 
 
 def refuse_async(function: Callable[..., Any]) -> None:

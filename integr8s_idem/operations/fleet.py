@@ -30,6 +30,7 @@ ERRORS: Final = (
     Signal.KEY_REUSED,
     Signal.CORRUPT_RECORD,
     Signal.PARTITION_DAMAGED,
+    Signal.SERVICE_STOPPED,
 )
 """Signals that count as errors.  Dead letters do not: their failures are counted as `HANDLER_FAILED`."""
 

@@ -149,6 +149,7 @@ class Signal(str, Enum):
     COMMIT_FAILED = "idempotency_commit_failures"
     REBALANCE = "idempotency_rebalances"
     PARTITION_DAMAGED = "idempotency_damaged_partitions"
+    SERVICE_STOPPED = "idempotency_services_stopped"
     STALE_COMPLETION = "idempotency_stale_completions"
     STEP_ORPHANED = "idempotency_steps_orphaned"
 

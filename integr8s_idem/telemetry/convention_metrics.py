@@ -12,8 +12,9 @@ from threading import Lock
 from time import perf_counter, time
 from typing import Final, NamedTuple
 
-from integr8s_idem.records import Database
+from integr8s_idem.records import Database, TraceLink
 from integr8s_idem.telemetry.conventions import error_type_of
+from integr8s_idem.telemetry.exemplars import Exemplars
 from integr8s_idem.telemetry.metric_labels import MAX_LABELS, MAX_REASONS, BoundedLabels
 from integr8s_idem.telemetry.tallies import Tallies
 
@@ -79,6 +80,8 @@ class ConventionSeries:
         self.tallies: Tallies[tuple[str, ...], tuple[str, ...]] = Tallies()
         self.created: dict[tuple[ConventionMetric, tuple[str, ...]], float] = {}
         """Creation time of each series, by metric and values of its labels."""
+        self.exemplars: Exemplars[tuple[str, tuple[str, ...]]] = Exemplars()
+        """By the name of the metric and the values of its labels."""
         self.error_types = SharedLabels(MAX_REASONS)
         self.names = SharedLabels(MAX_LABELS)
         """Names of topics."""
@@ -91,16 +94,21 @@ class ConventionSeries:
             counts[values] = 0
         counts[values] += 1
 
-    def observe(self, metric: ConventionMetric, values: tuple[str, ...], seconds: float) -> None:
-        """Add a duration to a histogram."""
+    def observe(
+        self, metric: ConventionMetric, values: tuple[str, ...], seconds: float, trace: TraceLink | None = None
+    ) -> None:
+        """Add a duration to a histogram; `trace`: the recorded span that has it."""
         try:
             row = self.tallies.here.times[metric.name][values]
         except KeyError:
             self.created.setdefault((metric, values), time())
             rows = self.tallies.here.times.setdefault(metric.name, {})
             row = rows[values] = [0.0] * (len(metric.buckets) + 2)
-        row[bisect_left(metric.buckets, seconds)] += 1
+        bucket = bisect_left(metric.buckets, seconds)
+        row[bucket] += 1
         row[-1] += seconds
+        if trace is not None:
+            self.exemplars.keep((metric.name, values), bucket, len(metric.buckets) + 1, seconds, trace)
 
 
 class SharedLabels:

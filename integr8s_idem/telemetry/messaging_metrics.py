@@ -82,11 +82,12 @@ def _error_label(series: ConventionSeries, error: _Error) -> str:
 class _Operation:
     """An operation that takes time, as a context manager and as a span; the last error that was reported counts."""
 
-    __slots__ = ("_error", "_series", "_since")
+    __slots__ = ("_error", "_series", "_since", "_trace")
 
     def __init__(self, series: ConventionSeries) -> None:
         self._series = series
         self._error: _Error = None
+        self._trace: TraceLink | None = None
         self._since = perf_counter()
 
     def __enter__(self) -> Span:
@@ -112,6 +113,10 @@ class _Operation:
     def trace(self) -> TraceLink | None:
         return None
 
+    def note_trace(self, trace: TraceLink) -> None:
+        """Let the span that records this operation be an exemplar of its duration."""
+        self._trace = trace
+
 
 class _Processing(_Operation):
     __slots__ = ("_values",)
@@ -123,7 +128,7 @@ class _Processing(_Operation):
 
     def _end(self, error: _Error, seconds: float) -> None:
         values = self._values if error is None else (*self._values[:-1], _error_label(self._series, error))
-        self._series.observe(MESSAGING_PROCESSING, values, seconds)
+        self._series.observe(MESSAGING_PROCESSING, values, seconds, self._trace)
 
 
 class _Sending(_Operation):
@@ -138,4 +143,5 @@ class _Sending(_Operation):
         label = _error_label(self._series, error)
         common = (_SYSTEM, "send", *self._server)
         self._series.count(MESSAGES_SENT, (*common, self._topic, label))
-        self._series.observe(MESSAGING_OPERATIONS, (*common, "send", self._topic, "", label), seconds)
+        values = (*common, "send", self._topic, "", label)
+        self._series.observe(MESSAGING_OPERATIONS, values, seconds, self._trace)

@@ -43,6 +43,7 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.COMMIT_FAILED: "Failed offset commits.",
     Signal.REBALANCE: "Rebalances that revoked partitions.",
     Signal.PARTITION_DAMAGED: "Partitions paused because a batch in them cannot be read.",
+    Signal.SERVICE_STOPPED: "Handlers that failed with an error for which a rule stops the service.",
     Signal.STALE_COMPLETION: "Deliveries settled after their partition was revoked.",
     Signal.STEP_ORPHANED: "Recorded steps that the last run of their key did not use.",
     Gauge.KEYS_ACTIVE: "Active keys, counted in the store periodically.",

@@ -30,6 +30,7 @@ WITHOUT_EVENT_TYPE: Final = frozenset(
         Signal.COMMIT_FAILED,
         Signal.REBALANCE,
         Signal.PARTITION_DAMAGED,
+        Signal.SERVICE_STOPPED,
     }
 )
 """Signals that never have an event type, and therefore no such label."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from threading import Lock
 from time import time
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from integr8s_idem.records import TraceLink
 from integr8s_idem.telemetry import Phase, Signal
 from integr8s_idem.telemetry.convention_metrics import ConventionSeries
+from integr8s_idem.telemetry.exemplars import Exemplars
 from integr8s_idem.telemetry.metric_labels import (
     DEAD_LETTER_REASONS,
     MAX_REASONS,
@@ -42,17 +43,6 @@ def counted(signal: Signal, reason: str) -> Counted:
     return (signal, reason) if signal in WITH_REASON else signal
 
 
-class Exemplar(NamedTuple):
-    """A recorded span whose duration is in a bucket of a histogram."""
-
-    trace: TraceLink
-    seconds: float
-    at: float
-    """The time at which it ended, in seconds since 1970."""
-    scrape: int
-    """How many scrapes there had been."""
-
-
 class ServiceSeries:
     """The series of a service and their values."""
 
@@ -62,9 +52,8 @@ class ServiceSeries:
         """Creation time of each counter, by signal, event type and reason."""
         self.histograms: dict[tuple[Measured, str], float] = {}
         """Creation time of each histogram, by phase and event type."""
-        self.exemplars: dict[tuple[Measured, str], list[Exemplar | None]] = {}
-        """One for each bucket that has one, by phase and event type."""
-        self.scrapes = 0
+        self.exemplars: Exemplars[tuple[Measured, str]] = Exemplars()
+        """By phase and event type."""
         self.conventions = ConventionSeries()
         self._event_types = BoundedLabels()
         self._topics = BoundedLabels()
@@ -75,7 +64,7 @@ class ServiceSeries:
 
     def count(self, signal: Signal, event_type: str, amount: int, reason: str) -> None:
         """Add `amount` to a counter, which is created if it does not exist or has no value in this thread."""
-        label, why = self._event_type("" if signal in WITHOUT_EVENT_TYPE else event_type), ""
+        label, why = self._event_type("" if signal in WITHOUT_EVENT_TYPE else event_type, signal), ""
         if signal in WITH_REASON:
             with self._lock:
                 why = self._reasons.label(reason)
@@ -101,23 +90,19 @@ class ServiceSeries:
 
     def exemplify(self, measured: Measured, event_type: str, seconds: float, trace: TraceLink) -> None:
         """Keep a recorded span as the exemplar of its bucket, unless the bucket has got one since the last scrape."""
-        key = (measured, self._event_type(event_type))
-        buckets = self.exemplars.get(key) or self.exemplars.setdefault(key, [None] * (len(BUCKETS) + 1))
-        bucket = bisect_left(BUCKETS, seconds)
-        kept = buckets[bucket]
-        if kept is None or kept.scrape != self.scrapes:
-            buckets[bucket] = Exemplar(trace, seconds, time(), self.scrapes)
+        histogram = (measured, self._event_type(event_type))
+        self.exemplars.keep(histogram, bisect_left(BUCKETS, seconds), len(BUCKETS) + 1, seconds, trace)
 
     def topic(self, name: str) -> str:
         """Return the label for a topic."""
         with self._lock:
             return self._topics.label(name)
 
-    def _event_type(self, event_type: str) -> str:
+    def _event_type(self, event_type: str, signal: Signal | None = None) -> str:
         with self._lock:
-            is_new = event_type not in self._event_types
             label = self._event_types.label(event_type)
-        if is_new and (Signal.DELIVERED, label, "") not in self.counters:
+        # A type that the service only publishes needs no other counters.
+        if signal is not Signal.PUBLISHED and (Signal.DELIVERED, label, "") not in self.counters:
             for signal in Signal:
                 if signal not in WITHOUT_EVENT_TYPE:
                     self._start_counters(signal, label)

@@ -17,12 +17,12 @@ from prometheus_client.utils import floatToGoString
 
 from integr8s_idem.telemetry import Gauge, Signal
 from integr8s_idem.telemetry.convention_metrics import DATABASE_OPERATIONS, METRICS, ConventionMetric, ConventionSeries
+from integr8s_idem.telemetry.exemplars import Exemplar
 from integr8s_idem.telemetry.metric_help import HELP
 from integr8s_idem.telemetry.metric_labels import counter_labels, gauge_labels
-from integr8s_idem.telemetry.metric_series import BUCKETS, EMPTY_ROW, Exemplar, ServiceSeries, counted
+from integr8s_idem.telemetry.metric_series import BUCKETS, EMPTY_ROW, ServiceSeries, counted
 
 _BOUNDS: Final = [*map(floatToGoString, BUCKETS), "+Inf"]
-_NO_EXEMPLARS: Final = (None,) * len(_BOUNDS)
 
 
 class MetricsCollector:
@@ -88,12 +88,12 @@ class _Families:
             self.counters[signal].add_metric(values, count, created if self._has_created else None)
         for (phase, event_type), created in service.histograms.copy().items():
             row = totals.times.get(event_type, {}).get(phase, EMPTY_ROW)
-            exemplars = service.exemplars.get((phase, event_type), _NO_EXEMPLARS)
+            exemplars = service.exemplars.of((phase, event_type), len(_BOUNDS))
             if phase is None:
                 self._add_histogram(self.processing, [name, event_type], row, exemplars, created)
             else:
                 self._add_histogram(self.phases, [name, phase.name.lower(), event_type], row, exemplars, created)
-        service.scrapes += 1  # from now on, each bucket takes a new exemplar
+        service.exemplars.scrapes += 1
         self._add_conventions(name, service.conventions)
 
     def _add_conventions(self, name: str, series: ConventionSeries) -> None:
@@ -105,7 +105,9 @@ class _Families:
                 family.add_metric(labels, count, created if self._has_created else None)
             elif (row := totals.times.get(metric.name, {}).get(values)) is not None:
                 bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
-                self._add_histogram(family, labels, row, (None,) * len(bounds), created, bounds)
+                exemplars = series.exemplars.of((metric.name, values), len(bounds))
+                self._add_histogram(family, labels, row, exemplars, created, bounds)
+        series.exemplars.scrapes += 1
 
     def _add_histogram(
         self,

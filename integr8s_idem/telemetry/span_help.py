@@ -69,12 +69,13 @@ SPANS: Final = (
     _phase(
         Phase.RESERVE,
         "A request to the store for the key. While another run is in progress, only the first answer and the one that "
-        "ends the wait have a span.",
+        "ends the wait have a span; while the store does not answer, only the first failure.",
         conventions.VERDICT,
         conventions.ATTEMPT,
         conventions.PREVIOUS,
         conventions.KEY,
-        links="`previous_attempt`: to the span of the previous attempt, if that was part of another delivery",
+        links="`previous_attempt`: to the span of the delivery that made the previous attempt, unless it is this one; "
+        "for a guarded function or request, to the span of its reservation",
     ),
     _phase(Phase.WAIT, "The wait for another run of the same work, once per wait.", conventions.LOOKS),
     _phase(Phase.HANDLE, "A call of a handler, or of a guarded function.", conventions.ATTEMPT),
@@ -99,7 +100,8 @@ SPANS: Final = (
     _phase(
         Phase.REPLAY,
         "The use of a stored outcome instead of a run.",
-        links="`run`: to the span of the delivery whose run did the work",
+        links="`run`: to the span of the delivery whose run did the work; for a guarded function or request, to the "
+        "span of its reservation",
     ),
     SpanHelp(
         "send <topic>",

@@ -141,7 +141,7 @@ class Delivery:
     def begin(self, context: Context, processing: AbstractContextManager[Span]) -> None:
         """Start processing in `context`; `end` ends it."""
         self.context = context
-        if not isinstance(processing, nullcontext):
+        if type(processing) is not nullcontext:  # faster than `isinstance`, which asks an abstract class
             self._processing = DetachedPhase(processing, context)
             if is_recorded(processing):
                 # A copy, in which the span is also current after its end: the store may answer later.
@@ -190,6 +190,11 @@ class Delivery:
             self.recorded.failed(error, attempt)
         elif self._processing is not None:
             self._processing.span.fail(error)
+
+    def note_attempt(self, attempt: int) -> None:
+        """Note that an attempt with this number was made."""
+        if self.recorded is not None:
+            self.recorded.attempted(attempt)
 
     def note_dead_letter(self, reason: str, error: BaseException | str, attempts: int) -> None:
         """Note that it was dead-lettered, for a reason from a closed set."""

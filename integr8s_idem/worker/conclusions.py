@@ -129,13 +129,16 @@ class Conclusions:
         item.delivery.is_abandoned = True
         self._done(item)
 
-    def cancelled(self, item: WorkItem) -> None:
+    def cancelled(self, item: WorkItem, attempt: int = 0) -> None:
         """End an item whose task was cancelled, or handle it again if its assignment is open.
 
         The worker cancels tasks only after it has closed their assignments.  If the task was cancelled by its handler,
         nothing would redeliver the item, and its offset would never be committed.  That counts as a failed attempt, so
         that the attempts of a handler that always does it come to an end.
+
+        `attempt`: number of the attempt that was cancelled; 0 if it is unknown.
         """
+        item.delivery.note_attempt(attempt)
         if item.delivery.assignment.closed:
             self.abandon(item)
             return
@@ -166,6 +169,7 @@ class Conclusions:
                 reason,
                 exc_info=failed.error,
             )
+        self._processor.observer.count(Signal.SERVICE_STOPPED)
         self._tasks.stop_service(stopped)
         self.abandon(item)
 

@@ -37,7 +37,7 @@ class RecordedDelivery:
     def settled(self, outcome: DeliveryOutcome, attempt: int = 0) -> None:
         """Note that one of its handlers has ended, at `attempt`; 0 if none was made."""
         self._outcome = max(self._outcome, outcome, key=_SEVERITY.__getitem__)
-        self._attempt = max(self._attempt, attempt)
+        self.attempted(attempt)
 
     def link_to_run(self, trace: TraceLink) -> None:
         """Link it to the delivery whose run did the work.  Without a request to the store, no phase has the link."""
@@ -50,6 +50,10 @@ class RecordedDelivery:
             self._if_released = DeliveryOutcome.LOST_LEASE
         elif isinstance(error, Exception):
             self._if_released = DeliveryOutcome.RETRIED
+        self.attempted(attempt)
+
+    def attempted(self, attempt: int) -> None:
+        """Note that an attempt was made."""
         self._attempt = max(self._attempt, attempt)
 
     def released(self) -> None:

@@ -146,11 +146,10 @@ class Runners:
         except Exception as error:  # noqa: BLE001  # `raised` handles all errors of an item
             conclusions.raised(item, error)
         except asyncio.CancelledError:
-            conclusions.cancelled(item)
+            conclusions.cancelled(item, _attempt_of(run))
             raise
         except BaseException as error:
-            attempt = getattr(run, "attempt", None)
-            item.delivery.note_failure(error, attempt.number if attempt is not None else 0)
+            item.delivery.note_failure(error, _attempt_of(run))
             conclusions.broken(item, error)
             raise
         else:
@@ -164,3 +163,9 @@ class Runners:
                 conclusions.conclude(item, outcome)
         finally:
             self._freed += 1
+
+
+def _attempt_of(run: Run | None) -> int:
+    """Return the number of a run's attempt; 0 if it has not started."""
+    attempt = getattr(run, "attempt", None)
+    return 0 if attempt is None else attempt.number

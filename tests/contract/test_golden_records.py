@@ -159,6 +159,7 @@ async def test_every_record_is_read_as_its_version_read_it(store: RawStore, gold
     assert (await store.repository.ping()).identity == golden["identity"]
 
 
+@pytest.mark.scenario(140)
 async def test_every_record_gets_the_verdict_of_its_state(store: RawStore, golden: dict[str, Any]) -> None:
     names = list(golden["records"])
     verdicts = await store.repository.reserve([request_of(golden["records"][name]["record"]["key"]) for name in names])
@@ -224,6 +225,7 @@ async def test_payloads_are_compared_with_those_of_the_records(store: RawStore, 
     assert [type(verdict) for verdict in verdicts] == [KeyReused] * len(stored)
 
 
+@pytest.mark.scenario(140)
 @pytest.mark.parametrize("verb", ["complete", "fail", "renew", "release"])
 async def test_the_holders_of_records_continue(store: RawStore, golden: dict[str, Any], verb: str) -> None:
     """A worker of this version continues with what one of an earlier version reserved, such as after a restart."""
@@ -280,6 +282,7 @@ async def test_the_messages_of_an_outbox_are_published(store: RawStore, golden: 
     )
 
 
+@pytest.mark.scenario(140)
 async def test_this_version_writes_only_what_the_previous_minor_version_reads(store: RawStore, kind: str) -> None:
     written = await written_by_this_version(store)
 
@@ -301,7 +304,7 @@ async def test_golden_records_are_never_written_again(monkeypatch: pytest.Monkey
 
 
 def test_the_current_minor_version_has_all_golden_records() -> None:
-    missing = [kind for kind in ("keys", *KINDS) if not path_of(CURRENT, kind).exists()]
+    missing = [kind for kind in ("keys", "kafka", *KINDS) if not path_of(CURRENT, kind).exists()]
 
     assert not missing, "run `python -m tests.golden.record`, and commit the files"
 
@@ -314,6 +317,7 @@ def scheduled(store: RawStore, golden: dict[str, Any], state: str) -> Raw:
     return raw
 
 
+@pytest.mark.scenario(140)
 async def test_scheduled_work_of_any_version_waits_for_its_time(store: RawStore, golden: dict[str, Any]) -> None:
     raw = scheduled(store, golden, "running")
     await store.repository.delete([one["record"]["key"] for one in golden["records"].values()])

@@ -77,6 +77,7 @@ DISCARDS = {point: RUNS[point] for point in RUNS if point is not CrashPoint.BEFO
 
 @pytest.mark.kafka
 @pytest.mark.slow
+@pytest.mark.scenario(137)
 async def test_after_a_crash_a_job_whose_error_is_discarded_runs_again_only_if_it_was_not_completed() -> None:
     need_kafka(own=True)
 

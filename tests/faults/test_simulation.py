@@ -26,13 +26,16 @@ _KEPT: list[list[bytearray]] = []
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.scenario(3, 8, 10, 11, 12, 13, 14, 18, 19, 20, 21, 22, 23, 26, 33, 34, 35, 36, 38, 63, 66, 78)
+@pytest.mark.scenario(
+    3, 8, 10, 11, 12, 13, 14, 18, 19, 20, 21, 22, 23, 26, 33, 34, 35, 36, 38, 63, 66, 78, 137, 138, 139
+)
 def test_no_seed_breaks_a_promise() -> None:
     figures = CAMPAIGN.run(0, CAMPAIGN.in_test)
 
     assert figures["seeds"] == CAMPAIGN.in_test
     assert (figures["lost"], figures["fenced_repeats"]) == (0, 0)
     assert min(figures[name] for name in ("takeovers", "crashes", "stalls", "partitions", "rebalances", "repeats")) > 50
+    assert min(figures["discarded_keys"], figures["rule_stops"]) > 50
 
 
 @pytest.mark.parametrize("seed", [231_261])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.golden.files import CURRENT, path_of, write_new, written_by_this_version
+from tests.golden.messages import messages
 from tests.golden.scenarios import keys_and_fingerprints
 from tests.golden.stores import RawStore, new_table, raw_redis, raw_sql
 from tests.support.dynamodb.server import CREDENTIALS, DynamoServer
@@ -73,13 +74,15 @@ _STORES: dict[str, Callable[[], Any]] = {
 async def _content(kind: str) -> dict[str, Any]:
     if kind == "keys":
         return {"version": CURRENT, "keys": keys_and_fingerprints()}
+    if kind == "kafka":
+        return {"version": CURRENT, "messages": messages()}
     async with AsyncExitStack() as stack:
         return await written_by_this_version(await stack.enter_async_context(_STORES[kind]()))
 
 
 async def main() -> int:
     """Write the files that do not exist.  Returns the exit code: 1 if all of them exist."""
-    missing = [kind for kind in ("keys", *_STORES) if not path_of(CURRENT, kind).exists()]
+    missing = [kind for kind in ("keys", "kafka", *_STORES) if not path_of(CURRENT, kind).exists()]
     for kind in missing:
         print(f"wrote {write_new(kind, await _content(kind)).name}")
     if not missing:

@@ -14,7 +14,9 @@ from integr8s_idem.errors import ServiceStoppedError
 from integr8s_idem.failures import discard, stop
 from integr8s_idem.integrations.dishka import DispatcherProvider, KafkaProvider
 from integr8s_idem.runtime import ServiceGroup
+from integr8s_idem.telemetry import Signal
 from tests.support.conditions import eventually
+from tests.support.counting import CountingObserver
 from tests.support.kafka.broker import Kafka
 from tests.support.workers import QUICK, OrderPlaced, Shop, WorkerInTest, kafka_settings, open_shop, orders
 
@@ -73,7 +75,9 @@ async def stopped(worker: WorkerInTest) -> ServiceStoppedError:
     return caught.value
 
 
+@pytest.mark.scenario(137)
 async def test_a_redelivery_of_a_discarded_event_is_a_duplicate(shop: Shop) -> None:
+    shop.observer = observer = CountingObserver()
     ledger, router = Ledger(shop, "0"), EventRouter(failures=[discard(LedgerCorruptError)])
     router.on(OrderPlaced)(ledger.charge)
     worker = await shop.worker(router)
@@ -86,9 +90,11 @@ async def test_a_redelivery_of_a_discarded_event_is_a_duplicate(shop: Shop) -> N
 
     assert ledger.attempts == [("0",), ("1",)]
     assert (worker.tally.discarded, worker.tally.handled, worker.tally.duplicates) == (1, 1, 2)
+    assert observer.counts[Signal.DISCARDED] == 1
     assert await shop.committed() == 4
 
 
+@pytest.mark.scenario(138)
 @pytest.mark.parametrize("batches", [False, True], ids=["single", "batch"])
 @pytest.mark.parametrize("ordering", ["partition", "key", "none"])
 async def test_an_event_that_stops_the_service_is_redelivered_at_the_next_start(
@@ -113,7 +119,9 @@ async def test_an_event_that_stops_the_service_is_redelivered_at_the_next_start(
     assert second.tally.dead_letters == 0
 
 
+@pytest.mark.scenario(138)
 async def test_an_event_is_not_given_up_however_often_it_stops_the_service(shop: Shop) -> None:
+    shop.observer = observer = CountingObserver()
     ledger = Ledger(shop, "0")
     await shop.publisher.publish(*orders(1))
     for _ in range(4):
@@ -125,6 +133,7 @@ async def test_an_event_is_not_given_up_however_often_it_stops_the_service(shop:
 
     assert shop.charged == ["0"]
     assert ledger.attempts == [("0",)] * 5
+    assert observer.counts[Signal.SERVICE_STOPPED] == 4
 
 
 async def test_an_unguarded_service_stops_as_well(shop: Shop) -> None:
@@ -140,6 +149,7 @@ async def test_an_unguarded_service_stops_as_well(shop: Shop) -> None:
     assert shop.charged == ["0", "1", "2"]
 
 
+@pytest.mark.scenario(138)
 async def test_other_services_of_the_process_continue_and_its_exit_status_is_1(
     shop: Shop, kafka: Kafka, topic_prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -66,8 +66,8 @@ def test_the_graphs_show_the_dispatcher_of_each_service() -> None:
 
     assert found == {
         "coordinator": ("IdempotentEventDispatcher", "event_based", 7_200, "redis"),
-        "k8s-worker": ("IdempotentEventDispatcher", "content_hash", 3_600, "redis"),
-        "result-processor": ("IdempotentEventDispatcher", "content_hash", 7_200, "redis"),
+        "k8s-worker": ("IdempotentEventDispatcher", "content_hash of execution_id, saga_id", 3_600, "redis"),
+        "result-processor": ("IdempotentEventDispatcher", "content_hash of execution_id", 7_200, "redis"),
         "saga-orchestrator": ("EventDispatcher", None, None, None),
     }
 
@@ -147,8 +147,8 @@ def test_the_page_loads_no_other_resources_and_has_no_errors(browser: Browser, a
     )
     assert [row[:4] for row in rows] == [
         ["coordinator", "idempotent", "event_based", "2 hours"],
-        ["k8s-worker", "idempotent", "content_hash", "1 hour"],
-        ["result-processor", "idempotent", "content_hash", "2 hours"],
+        ["k8s-worker", "idempotent", "content_hash of execution_id, saga_id", "1 hour"],
+        ["result-processor", "idempotent", "content_hash of execution_id", "2 hours"],
         ["saga-orchestrator", "plain", "no keys", "not at all"],
     ]
     assert rows[1][4] == "create_pod ← create_pod_command\ndelete_pod ← delete_pod_command"

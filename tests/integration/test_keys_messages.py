@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
-from integr8s_idem import IdempotencyManager
+from integr8s_idem import IdempotencyConfig, IdempotencyManager
 from integr8s_idem.events import encode_event, event_headers
 from integr8s_idem.keys import KeyResolver, KeyStrategy
 from integr8s_idem.operations.keys import undecodable_message
@@ -72,6 +72,25 @@ class Shop:
 
         return self.desk.do(done)
 
+    def failed(self, service: str, attempts: int, *, hash_keys: bool = False) -> str:
+        """Let an event fail in a service, which releases its key, and return the full key."""
+        keyed = KeyResolver().resolve("charge", EVENT)
+
+        async def fails() -> None:
+            raise OSError("busy")
+
+        async def done(store: IdempotencyRepository) -> str:
+            config = IdempotencyConfig(max_attempts=attempts + 1, hash_keys=hash_keys)
+            manager = IdempotencyManager(config, store, scope=service)
+            key = manager.space.key(keyed.key)
+            for _ in range(attempts):
+                with pytest.raises(OSError, match="busy"):
+                    await manager.run(key, fails, fingerprint=EVENT)
+            await manager.close()
+            return manager.space.full(key)
+
+        return self.desk.do(done)
+
     def topics(self) -> set[str]:
         async def read() -> set[str]:
             consumer: Any = AIOKafkaConsumer(bootstrap_servers=self._kafka.bootstrap)
@@ -109,6 +128,31 @@ def test_a_message_is_explained_for_every_service_that_reads_it(shop: Shop) -> N
 
     by_content = shop.handled("fraud", strategy=KeyStrategy.CONTENT_HASH)
     assert {one["key"] for one in shop.desk.explained(place, *APP)["records"]} == {by_id, by_content}
+
+
+@pytest.mark.parametrize("hash_keys", [False, True], ids=["keys", "hashed keys"])
+def test_the_rules_for_errors_of_each_handler_are_considered(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, hash_keys: bool
+) -> None:
+    rules = '[{"error": "OSError", "action": "retry", "attempts": 20}, {"error": "KeyError", "action": "stop"}]'
+    monkeypatch.setenv("INTEGR8S_IDEM_SERVICES__BILLING__FAILURES", rules)
+    monkeypatch.setenv("INTEGR8S_IDEM_IDEMPOTENCY__HASH_KEYS", str(hash_keys).lower())
+    place, by_id = shop.event(), shop.failed("billing", 3, hash_keys=hash_keys)
+
+    answer = shop.desk.explained(place, *APP)
+
+    (record,) = answer["records"]
+    decides = "OSError is retried, at most 20 attempts, KeyError stops the service"
+    assert record["key"] == by_id
+    assert record["failure_rules"] == ["retry(OSError, attempts=20)", "stop(KeyError)"]
+    assert record["next_delivery"] == (
+        "would be handled again, as attempt 4; a failure would be final (max_attempts = 3); by its rules, " + decides
+    )
+    absent = {one["service"]: one["next_delivery"] for one in answer["absent"]}
+    assert absent["fraud"] == "would be handled, as attempt 1 of at most 5"
+    without = shop.desk.explained(by_id, "--as", "key")["records"][0]
+    assert without["failure_rules"] is None
+    assert without["next_delivery"].endswith("(to see the rules, use --app)")
 
 
 def test_without_the_application_the_event_id_is_searched(shop: Shop) -> None:

@@ -18,8 +18,10 @@ from integr8s_idem.errors import (
     KeyReusedError,
     PreviouslyFailedError,
     ResultDroppedError,
+    ServiceStoppedError,
     StoreUnavailableError,
 )
+from integr8s_idem.failures import dead_letter, discard, retry, stop
 from integr8s_idem.integrations.kafka_loops import by_position
 from integr8s_idem.keys import EntryPoint, Key
 from integr8s_idem.records import Reserved
@@ -122,6 +124,50 @@ async def test_a_failed_record_is_fetched_again_before_later_ones(bench: Bench) 
     assert [type(end.error) for end in ends] == [type(None), OSError, OSError, type(None), type(None)]
     assert _payloads(work) == ["1", "2", "2", "2", "3"]
     assert work.attempts == [1, 1, 2, 3, 1]
+    await bench.committed(3)
+
+
+async def test_rules_decide_about_the_errors_of_a_loop(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    await bench.topic.create()
+    await bench.topic.put(("a", "withdrawn"), ("b", "invalid"), ("c", "busy"), ("a", "withdrawn"), ("d", "last"))
+    errors = {"withdrawn": KeyError("withdrawn"), "invalid": ValueError("invalid")}
+    work = GatedWork(
+        lambda run: OSError("busy") if run.payload == "busy" and run.attempt < 4 else errors.get(run.payload)
+    )
+    rules = [discard(KeyError), dead_letter(ValueError), retry(OSError, attempts=5)]
+
+    loop = await bench.loop(work, takes_given_up=True, failures=rules, config={"max_attempts": 2})
+    ends = await loop.ended(8)
+
+    assert [(end.offset, str(end.error or end.given_up or "")) for end in ends] == [
+        (0, ""),
+        (1, "invalid"),
+        *[(2, "busy")] * 3,
+        (2, ""),
+        (3, ""),
+        (4, ""),
+    ]
+    assert _payloads(work) == ["withdrawn", "invalid", *["busy"] * 4, "last"]
+    assert "failed at attempt 1 (KeyError: 'withdrawn'), discarded by a rule" in caplog.text
+    await bench.committed(5)
+
+
+async def test_a_rule_ends_a_loop_although_its_caller_handles_all_errors(bench: Bench) -> None:
+    await bench.topic.create()
+    await bench.topic.put(("a", "1"), ("b", "2"), ("c", "3"))
+    work = GatedWork("one", ArithmeticError("a sum does not match"), "two", "three")
+    stopped = await bench.loop(work, failures=[stop(ArithmeticError)], config={"max_attempts": 1})
+    await eventually(lambda: stopped.over)
+
+    with pytest.raises(ServiceStoppedError, match=r"ArithmeticError: a sum does not match\. The rule stop"):
+        await stopped.stop()
+
+    bench.loops.remove(stopped)
+    assert [type(end.error) for end in stopped.ends] == [type(None), ServiceStoppedError]
+    assert await bench.topic.committed() == 1
+    again = await bench.loop(work, failures=[stop(ArithmeticError)], config={"max_attempts": 1})
+    await again.ended(2)
+    assert _payloads(work) == ["1", "2", "2", "3"]
     await bench.committed(3)
 
 

@@ -185,6 +185,17 @@ class Deliveries:
         yield _step(here, f"{what}, for good", is_fault=True), put(here, state, self._given_up(task))
         if task.held.attempt < self.setup.max_attempts:
             yield _step(here, what, is_fault=True), put(here, state, task._replace(phase=Phase.RELEASING))
+        discarded = put(here, state, task._replace(phase=Phase.COMPLETING))
+        if not self.protocol.discard_waits_for_completion:
+            discarded = self._settled(here, state)
+        yield _step(here, f"{what}, and is discarded", is_fault=True), discarded
+        yield from self._stopping(here._replace(state=state, task=task), what)
+
+    def _stopping(self, here: Here, what: str) -> Moves:
+        """Stop the service with an event that is not settled: its next start redelivers it."""
+        for step, state, _ in self._call(here, self._request(here, Verb.RELEASE), f"{what}, stops its service and "):
+            stopped = put(here, state, IDLE) if self.protocol.stop_keeps_the_event else self._settled(here, state)
+            yield step._replace(is_fault=True), stopped
 
     def _given_up(self, task: Task) -> Task:
         first = Phase.FAILING if self.protocol.fails_before_the_dead_letter else Phase.DEAD_LETTERING

@@ -37,6 +37,10 @@ class Protocol:
     failed_is_dead_lettered: bool = True
     fails_before_the_dead_letter: bool = True
     offset_waits_for_completion: bool = True
+    discard_waits_for_completion: bool = True
+    """An event whose error a rule discards is settled after its record is completed."""
+    stop_keeps_the_event: bool = True
+    """An event that stops its service is not settled."""
     offset_waits_for_the_dead_letter: bool = True
     offset_stops_at_the_first_unfinished: bool = True
     only_the_present_epoch_commits: bool = True
@@ -175,6 +179,18 @@ VARIANTS: dict[str, Variant] = {
         "the offset moves when the handler starts",
         Protocol(offset_waits_for_completion=False),
         _two_workers(),
+        (Rule.LOST,),
+    ),
+    "discard-before-completion": Variant(
+        "an event whose error is discarded is settled without a record",
+        Protocol(discard_waits_for_completion=False),
+        _two_workers(failures=1),
+        (Rule.LOST,),
+    ),
+    "stop-settles": Variant(
+        "the event that stops its service is settled",
+        Protocol(stop_keeps_the_event=False),
+        _two_workers(failures=1),
         (Rule.LOST,),
     ),
     "offset-before-dead-letter": Variant(

@@ -22,8 +22,8 @@ of the service; `event_type` is empty if it is unknown. In each service, the fir
 {labels} topics have labels of their own; all others share the label `{other}`.
 
 `messaging_*` metrics are exported only with `messaging_metrics = true`. They and `db_client_operation_duration_seconds`
-follow OpenTelemetry's semantic conventions. Buckets of `idempotency_*` histograms have exemplars with the ids of a
-recorded trace, if the scraper asks for the OpenMetrics format.
+follow OpenTelemetry's semantic conventions. Buckets of `idempotency_*` and `messaging_*` histograms have exemplars
+with the ids of a recorded trace, if the scraper asks for the OpenMetrics format.
 """
 
 

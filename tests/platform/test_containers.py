@@ -11,6 +11,7 @@ from integr8s_idem import EventDispatcher, EventPublisher, EventRouter, Idempote
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.integrations.dishka import DispatcherProvider, IdempotentDispatcherProvider
 from integr8s_idem.runtime import make_container
+from integr8s_idem.runtime.key_warnings import key_warnings
 from providers import containers, platform
 from providers.services import CoordinatorProvider
 from providers.settings import PlatformSettings
@@ -37,6 +38,10 @@ async def test_every_service_has_all_its_dependencies(service: Service, settings
     assert isinstance(await container.get(EventPublisher), EventPublisher)
 
     await container.close()
+
+
+def test_the_keys_of_no_service_change_with_a_new_field_of_an_event(settings: PlatformSettings) -> None:
+    assert key_warnings(platform, settings) == []
 
 
 @pytest.mark.parametrize(

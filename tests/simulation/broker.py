@@ -149,6 +149,7 @@ class Group:
             return
         self.preparing = False
         self.generation += 1
+        self.broker.history.counts["assignments"] += 1
         self._rewind_offsets()
         members = list(self.members)
         self.broker.random.shuffle(members)

@@ -20,13 +20,15 @@ from integr8s_idem.config import OnInProgress
 from integr8s_idem.engine.leases import HeldLease, LeaseKeeper
 from integr8s_idem.engine.run import Run
 from integr8s_idem.engine.store_client import StoreClient
-from integr8s_idem.engine.work import Executed
+from integr8s_idem.engine.work import Discarded, Executed, HandlerFailed
 from integr8s_idem.errors import StoreError
+from integr8s_idem.failures import FailureRule
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.records import IdempotencyStatus, InProgress, Previous, Reserved, ReserveRequest, Verdict
 from integr8s_idem.stores import memory
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.worker.assignments import Assignment, Delivery, WorkItem
+from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.look_ahead import Reservable
@@ -369,6 +371,56 @@ def dead_letter_after_the_offset() -> AbstractContextManager[Any]:
     return _patched(DeliveryProcessor, "dead_letter", in_background)
 
 
+# Rules for failures, and versions of the code
+
+
+def discarded_without_a_record() -> AbstractContextManager[Any]:
+    """A discarded event is acknowledged before its record is completed."""
+
+    async def discard(self: Run, lease: HeldLease, error: Exception) -> Discarded:
+        return Discarded(error, lease.reservation.attempt)
+
+    return _patched(Run, "_discard", discard)
+
+
+def stopping_event_is_acknowledged() -> AbstractContextManager[Any]:
+    """The event that stops its service is acknowledged."""
+    original = Conclusions._stop
+
+    def stop(self: Conclusions, item: WorkItem, failed: HandlerFailed) -> None:
+        with _patched(Conclusions, "abandon", Conclusions._done), _patched(Assignment, "close", lambda _: None):
+            original(self, item, failed)
+
+    return _patched(Conclusions, "_stop", stop)
+
+
+def own_attempts_ignored() -> AbstractContextManager[Any]:
+    """A rule with attempts of its own gives up after those of the service."""
+
+    def is_last(self: FailureRule, attempt: int, max_attempts: int) -> bool:
+        return attempt >= max_attempts
+
+    return _patched(FailureRule, "is_last", is_last)
+
+
+def delay_ignored() -> AbstractContextManager[Any]:
+    """A retry does not wait for the delay of its rule."""
+
+    def pause(self: Backoff, rule: FailureRule | None, tries: int) -> float:
+        return self.pause(tries)
+
+    return _patched(Backoff, "pause_by", pause)
+
+
+def fields_of_fingerprints_ignored() -> AbstractContextManager[Any]:
+    """Fingerprints are compared although they were computed from different fields."""
+
+    def is_other(stored: bytes | None, offered: bytes | None) -> bool:
+        return stored is not None and offered is not None and stored != offered
+
+    return _patched(memory, "is_other_payload", is_other)
+
+
 def offset_first() -> AbstractContextManager[Any]:
     """A delivery counts as finished when it starts."""
     original = Pipeline._begin
@@ -409,6 +461,11 @@ BUGS: Final[dict[str, Bug]] = {
         acknowledged_in_an_outage,
         failed_without_a_dead_letter,
         dead_letter_after_the_offset,
+        discarded_without_a_record,
+        stopping_event_is_acknowledged,
+        own_attempts_ignored,
+        delay_ignored,
+        fields_of_fingerprints_ignored,
         offset_first,
     )
 }

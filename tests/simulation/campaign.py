@@ -28,6 +28,8 @@ FIGURES: Final = (
     "lost",
     "repeats",
     "fenced_repeats",
+    "discarded_keys",
+    "rule_stops",
 )
 
 
@@ -82,7 +84,7 @@ CAMPAIGN: Final = Campaign(
     name="simulation",
     counts="seeds",
     says="a run of two or three workers on virtual time, with faults of the store, the broker and the processes",
-    scenarios=(3, 8, 10, 11, 12, 13, 14, 18, 19, 20, 21, 22, 23, 26, 33, 34, 35, 36, 38, 63, 66, 78),
+    scenarios=(3, 8, 10, 11, 12, 13, 14, 18, 19, 20, 21, 22, 23, 26, 33, 34, 35, 36, 38, 63, 66, 78, 137, 138, 139),
     in_test=1_000,
     target=100_000,
     batch=2_000,

@@ -11,7 +11,9 @@ from itertools import pairwise
 from typing import Any, Final
 
 from integr8s_idem.engine.work import Attempt
+from integr8s_idem.errors import RetryAfter
 from integr8s_idem.telemetry import Signal, SilentObserver
+from tests.simulation.failing import DELAY, BusyError, WithdrawnError
 from tests.simulation.processes import PROCESS, Process
 
 JUST_RESUMED: Final = 1.0
@@ -32,6 +34,12 @@ class Run:
     excuses: int
     effects: int = 0
     ended: bool = False
+    ended_with: str = ""
+    """Name of its error, `returned` or `cancelled`; empty if it has not ended."""
+    not_again_before: float = 0.0
+    """When the next run may begin at the earliest, if a rule or the handler says so."""
+    rebalances: int = 0
+    """Number of rebalances that began or ended before it began."""
 
 
 @dataclass(slots=True)
@@ -64,6 +72,12 @@ class Truth:
     """Keys under which the effect of a work is in the sink."""
     completed: set[str] = field(default_factory=set)
     """Keys with a completion that the store accepted."""
+    discarded: set[str] = field(default_factory=set)
+    """Those that were completed without a result, because a rule discards the error."""
+    released: set[tuple[str, int]] = field(default_factory=set)
+    """Keys and fences of runs whose release the store accepted."""
+    early: list[tuple[str, float]] = field(default_factory=list)
+    """Keys that were retried too early, and by how many seconds."""
     dead_letters: defaultdict[tuple[str, int, int], list[GivenUp]] = field(default_factory=lambda: defaultdict(list))
     """By topic, partition and offset."""
     losses: Counter[str] = field(default_factory=Counter)
@@ -128,8 +142,20 @@ class History:
                 self.violate("F", f"{attempt.label} starts by fence {attempt.fence} after a run by {other.fence}")
             if not (other.ended or self._excused(other, run)):
                 self.violate("X", f"two runs of {attempt.label} at once, without a stall or a loss")
+        self._note_early(run)
         truth.runs[attempt.key].append(run)
         return run
+
+    def _note_early(self, run: Run) -> None:
+        """Note a retry by the process of the last run, with its assignment, before the delay has passed."""
+        run.rebalances = self._rebalances()
+        last = self.truth.runs[run.key][-1] if self.truth.runs[run.key] else None
+        if last is None or last.process is not run.process or last.rebalances != run.rebalances:
+            return
+        early = last.not_again_before - asyncio.get_running_loop().time()
+        # Without a release the lease was lost, so that no rule was asked.
+        if early > 0.001 and (last.key, last.fence) in self.truth.released:
+            self.truth.early.append((run.key, early))
 
     def _excused(self, other: Run, run: Run) -> bool:
         """Return whether the lease of `other` could not prevent the second run."""
@@ -163,15 +189,26 @@ class History:
 
     def end(self, run: Run, how: str) -> None:
         self.note("end", run.key, run.attempt, how)
-        run.ended = True
+        run.ended, run.ended_with = True, how
+        if how in (BusyError.__name__, RetryAfter.__name__):
+            run.not_again_before = asyncio.get_running_loop().time() + DELAY
+
+    def _rebalances(self) -> int:
+        return self.counts["rebalances"] + self.counts["assignments"]
 
     # Store
 
-    def complete(self, key: str, fence: int) -> None:
+    def complete(self, key: str, fence: int, *, discarded: bool = False) -> None:
         """Record that the store accepted the completion of `key` with this fence."""
         self.truth.completed.add(key)
         runs = self.truth.runs[key]
-        if not any(run.effects for run in runs):
+        if discarded:
+            self.truth.discarded.add(key)
+            if not any(run.ended_with == WithdrawnError.__name__ for run in runs):
+                self.violate("P", f"{key} is discarded without an error for which a rule says so")
+        elif any(run.ended_with == WithdrawnError.__name__ for run in runs):
+            self.violate("P", f"{key} is completed, though a rule discards its error")
+        elif not any(run.effects for run in runs):
             self.violate("L", f"{key} is completed without an effect")
         highest = max((run.fence for run in runs), default=0)
         if fence < highest:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final, TypeVar
 
+from integr8s_idem.engine.results import discarded_error
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.records import (
     Completed,
@@ -135,16 +136,20 @@ class Server:
             after = self.seen(reserved.key)
             if reserved.key not in self._history.truth.completed or after is None or after.fence == reserved.fence:
                 self._results[reserved.key] = completion.result
-            self._history.complete(reserved.key, reserved.fence)
+            is_discarded = discarded_error(completion.result) is not None
+            self._history.complete(reserved.key, reserved.fence, discarded=is_discarded)
         return answer
 
     def fail(self, failure: Failure) -> bool:
         return self._write("fail", failure.reservation, lambda: self.inner.fail([failure]))
 
     def release(self, reserved: Reserved, delay: timedelta = NO_DELAY, retention: timedelta = NO_DELAY) -> bool:
-        return self._write(
+        answer = self._write(
             "release", reserved, lambda: self.inner.release([reserved], delay=delay, retention=retention)
         )
+        if answer:
+            self._history.truth.released.add((reserved.key, reserved.fence))
+        return answer
 
     def _write(self, verb: str, reserved: Reserved, write: Callable[[], Awaitable[list[bool]]]) -> bool:
         before = self.seen(reserved.key)

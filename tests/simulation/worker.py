@@ -7,15 +7,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.errors import ServiceStoppedError
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.worker import ServiceWorker
 from integr8s_idem.worker.kafka_protocols import Consumer
 from tests.simulation.consumer import SimulatedConsumer
+from tests.simulation.failing import OF_SETTINGS
 from tests.simulation.history import SimulatedObserver
 from tests.simulation.processes import Process, spawn
 from tests.simulation.producer import SimulatedPublisher
 from tests.simulation.store import SimulatedStoreClient
-from tests.simulation.workload import ROUTER, SCOPE
+from tests.simulation.workload import ROUTERS, SCOPE
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 class Worker:
     """A worker process; a restart creates another one."""
 
-    def __init__(self, world: World, name: str, ahead: float) -> None:
+    def __init__(self, world: World, name: str, ahead: float, version: int) -> None:
+        """`version`: that of its code, as an index of `ROUTERS`."""
         self.process = Process(name)
         self.consumer: SimulatedConsumer | None = None
         self.client: SimulatedStoreClient | None = None
@@ -34,6 +37,7 @@ class Worker:
         self._is_stopping = False
         self._world = world
         self._ahead = ahead
+        self._version = version
         self._service: ServiceWorker | None = None
         self._main = spawn(self.process, self._run())
 
@@ -60,12 +64,18 @@ class Worker:
         client = self.client = SimulatedStoreClient(world.server, world.store_network, self._ahead)
         manager = IdempotencyManager(setup.config, client, observer, scope=SCOPE, owner=self.process.name)
         publisher = SimulatedPublisher(setup.kafka, observer, world.broker)
-        dispatcher = IdempotentEventDispatcher(ROUTER, manager, invoke=world.handlers, publisher=publisher)
+        dispatcher = IdempotentEventDispatcher(
+            ROUTERS[self._version], manager, invoke=world.handlers, publisher=publisher, failures=OF_SETTINGS
+        )
         self._service = ServiceWorker(SCOPE, dispatcher, publisher, setup.kafka, setup.service, consumer=self._join)
         if self._is_stopping:
             self._service.stop()
         try:
-            await self._service.run()
+            try:
+                await self._service.run()
+            except ServiceStoppedError:
+                world.history.counts["rule_stops"] += 1
+                world.history.note("stopped by a rule")
             await publisher.close()
             await manager.close()
         except asyncio.CancelledError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from random import Random
@@ -16,6 +16,7 @@ from integr8s_idem.errors import PermanentError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.handler_calls import HandlerCall, RegisteredHandler
 from integr8s_idem.handlers.router import EventRouter
+from tests.simulation.failing import OF_HANDLERS, OF_ROUTER, Kind, RuledFailures, failures_of
 from tests.simulation.history import History, Run
 from tests.simulation.processes import PROCESS, Process
 
@@ -32,6 +33,15 @@ class Placed(BaseEvent):
     event_type: Literal["placed"] = "placed"
     number: int = 0
     items: list[str] = []  # noqa: RUF012  # pydantic copies it
+
+
+class PlacedNow(BaseEvent):
+    """The same event in the next version of the code, which has one field more."""
+
+    event_type: Literal["placed"] = "placed"
+    number: int = 0
+    items: list[str] = []  # noqa: RUF012  # pydantic copies it
+    note: str = ""
 
 
 class Shipped(BaseEvent):
@@ -59,6 +69,8 @@ class Plan:
     hopeless: bool
     mutates: bool
     ships: bool
+    ruled: RuledFailures
+    """Failures that rules decide about; then there are no others."""
 
 
 @dataclass(slots=True)
@@ -73,6 +85,8 @@ class Habits:
     shipping: float
     deadly: str = ""
     """The id of an event whose handlers kill their process; empty if there is none."""
+    ruled: float = 0.0
+    """Share of works whose failures a rule knows."""
     calm: bool = False
     """Whether all handlers are fast, so that the run ends."""
 
@@ -95,12 +109,14 @@ class Habits:
 def plan_of(seed: int, handler: str, event_id: str, habits: Habits) -> Plan:
     """Return the plan of a work, which is the same for every attempt and worker."""
     random = Random(f"{seed}/{handler}/{event_id}")  # a simulation
+    ruled = failures_of(seed, handler, event_id, habits.ruled)
+    is_ruled = ruled.kind is not Kind.NONE
 
     def seconds() -> float:
         slow = random.random() < habits.slow and not habits.calm
         return random.uniform(LEASE / 2, LEASE * 2) if slow else random.expovariate(5)
 
-    return Plan(
+    plan = Plan(
         before=seconds(),
         after=random.choice((0.0, 0.0, seconds())),
         failures=random.randint(1, 2) if random.random() < habits.failing else 0,
@@ -108,7 +124,9 @@ def plan_of(seed: int, handler: str, event_id: str, habits: Habits) -> Plan:
         hopeless=random.random() < habits.hopeless,
         mutates=random.random() < habits.mutating,
         ships=handler == "pack" and random.random() < habits.shipping,
+        ruled=ruled,
     )
+    return replace(plan, failures=0, late_failures=0, hopeless=False) if is_ruled else plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +170,14 @@ class Handlers:
             call.event.__dict__["event_id"] = f"{call.event.event_id}-changed"
             call.event.__dict__["items"] = ["changed"]
         await asyncio.sleep(plan.before)
+        plan.ruled.raise_for(number, late=False)
         if plan.hopeless:
             raise PermanentError("as planned")
         if number <= plan.failures:
             raise ValueError("as planned")
         self.history.effect(run)
         await asyncio.sleep(plan.after)
+        plan.ruled.raise_for(number, late=True)
         if number <= plan.failures + plan.late_failures:
             raise ValueError("as planned, after the effect")
         if plan.ships:
@@ -167,19 +187,32 @@ class Handlers:
         return f"{run.key} at {run.fence}"
 
 
-def make_router() -> EventRouter:
+def make_router(placed: type[BaseEvent]) -> EventRouter:
+    """Return the router of a version of the code, which knows this class of the first event."""
+
     async def never(event: BaseEvent) -> None:
         raise AssertionError("unreachable: `Handlers` runs the plan instead")
 
-    router = EventRouter()
+    router = EventRouter(failures=OF_ROUTER)
     for name in HANDLERS["placed"]:
-        router.on(Placed, name=name)(never)
+        router.on(placed, name=name, failures=OF_HANDLERS)(never)
     for name in HANDLERS["shipped"]:
-        router.on(Shipped, name=name)(never)
+        router.on(Shipped, name=name, failures=OF_HANDLERS)(never)
     return router
 
 
-ROUTER: Final = make_router()
+ROUTERS: Final = (make_router(Placed), make_router(PlacedNow))
+"""By version of the code: this one, and the next one."""
+
+
+def versions_of(seed: int) -> Callable[[], int]:
+    """Return a function for the version of each process and event; in half of all runs there is only one.
+
+    It has a random generator of its own, so that the other choices of a seed do not depend on it.
+    """
+    random = Random(f"{seed}/versions")  # a simulation
+    share = random.choice((0.0, random.uniform(0.2, 0.8)))
+    return lambda: int(random.random() < share)
 
 
 @dataclass(frozen=True, slots=True)

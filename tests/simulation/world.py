@@ -14,8 +14,9 @@ from integr8s_idem.events import encode_event, event_headers
 from integr8s_idem.keys import Key, KeySpace
 from integr8s_idem.worker.kafka_protocols import Partition
 from tests.simulation.broker import SESSION, Broker, Message
+from tests.simulation.failing import attempts_before, share_of
 from tests.simulation.faults import wreak_havoc
-from tests.simulation.history import History
+from tests.simulation.history import GivenUp, History
 from tests.simulation.network import Network, Weather
 from tests.simulation.processes import PROCESS, Process, SimulatedLoop, bury
 from tests.simulation.sources import driven_by
@@ -30,8 +31,10 @@ from tests.simulation.workload import (
     Habits,
     Handlers,
     Placed,
+    PlacedNow,
     Setup,
     draw_setup,
+    versions_of,
 )
 
 PLACES: Final = "ABCD"
@@ -63,6 +66,8 @@ class World:
         self.history = History()
         self.setup: Setup = draw_setup(random)
         self.habits = Habits.of(random)
+        self.habits.ruled = share_of(seed)
+        self._version = versions_of(seed)
         self.handlers = Handlers(seed, self.habits, self.history, self._kill)
         self.store_network = Network(random)
         self.server = Server(self.history)
@@ -82,7 +87,7 @@ class World:
         """Start a process; another one replaces it when it has ended."""
         if self._calm:
             return
-        worker = Worker(self, f"{PLACES[place]}{life}", self._ahead[place])
+        worker = Worker(self, f"{PLACES[place]}{life}", self._ahead[place], self._version())
         self.workers = [other for other in self.workers if not other.process.dead] + [worker]
         self.processes.append(worker.process)
         worker.when_it_ends(lambda: self._ended(worker, place, life))
@@ -212,24 +217,25 @@ class World:
 
     async def _publish(self, random: Random, seconds: float) -> None:
         """Publish events, some of them twice."""
-        sent: list[Placed] = []
+        sent: list[Placed | PlacedNow] = []
         for number in range(random.randint(4, 12)):
             if random.random() < 0.7:
                 await asyncio.sleep(random.uniform(0, 2 * seconds / 10))
-            event = Placed(
+            placed = Placed(
                 event_id=f"e{number}",
                 number=number,
                 items=["a"],
                 timestamp=WHEN,
                 aggregate_id=random.choice(("x", "y", "z")),
             )
+            event = PlacedNow(**placed.model_dump(), note="wrap it") if self._version() else placed
             sent.append(event)
             self._send(event)
             while random.random() < 0.25:
                 self._send(random.choice(sent))
         self.history.counts["events"] += len(sent)
 
-    def _send(self, event: Placed) -> None:
+    def _send(self, event: Placed | PlacedNow) -> None:
         key = event.aggregate_id.encode() if event.aggregate_id is not None else None
         self.broker.append(event.event_type, key, encode_event(event), event_headers(event))
 
@@ -286,10 +292,11 @@ class World:
                 if unfinished := self._unfinished(message):
                     history.counts["lost"] += 1
                     history.violate("L", f"{message.topic} {message.offset} is lost: {unfinished}")
-        for key in truth.completed:
+        for key in truth.completed - truth.discarded:
             if key not in truth.sink:
                 history.violate("L", f"{key} is completed without an effect")
         self._judge_crashes()
+        self._judge_rules()
         history.judge_repeats()
         if self.setup.service.ordering != "none":
             history.judge_order(self._lanes())
@@ -308,6 +315,35 @@ class World:
                 if crashed and dict(message.headers)["event_id"].decode() != self.habits.deadly:
                     what = f"{message.topic} {message.offset}"
                     self.history.violate("K", f"{what} is given up because of crashes of another event")
+
+    def _judge_rules(self) -> None:
+        """Check P and V: every failure has the consequence that its rule says; no payload is taken for another one."""
+        history, deliveries = self.history, Counter[str]()
+        for log in self.broker.logs.values():
+            for message in log:
+                if message.is_marker:
+                    continue
+                keys = dict(zip(HANDLERS[message.topic], self._keys_of(message), strict=True))
+                deliveries.update(keys.values())
+                for dead_letter in history.truth.dead_letters[message.topic, message.partition, message.offset]:
+                    self._judge_dead_letter(dead_letter, keys.get(dead_letter.handler, ""))
+        for key, seconds in history.truth.early:
+            # Another delivery of the event does not know the delay of the first one.
+            if deliveries[key] == 1:
+                history.violate("P", f"{key} was retried {seconds:.3f} s before its delay had passed")
+        history.counts["discarded_keys"] += len(history.truth.discarded)
+
+    def _judge_dead_letter(self, dead_letter: GivenUp, key: str) -> None:
+        if dead_letter.reason == "key_reused":
+            self.history.violate("V", f"{key} is dead-lettered as reused, though its payload was always the same")
+        if dead_letter.reason != "handler_failed":
+            return
+        runs = self.history.truth.runs[key]
+        made = max([len(runs), *(run.attempt for run in runs)])
+        required = attempts_before(dead_letter.error, self.setup.config.max_attempts)
+        if required is None or made < required:
+            text = f"{key} is given up after {made} attempts because of {dead_letter.error}; required: {required}"
+            self.history.violate("P", text)
 
     def _lanes(self) -> list[list[str]]:
         """Return the keys by lane in log order, without keys that were given up or lost, which have no order."""

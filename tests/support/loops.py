@@ -16,6 +16,7 @@ import confluent_kafka
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListener, TopicPartition
 
 from integr8s_idem import IdempotencyManager
+from integr8s_idem.failures import FailureRule
 from integr8s_idem.integrations import aiokafka, confluent
 from integr8s_idem.integrations.kafka_loops import KeyOf, by_header
 from tests.support.conditions import eventually
@@ -113,18 +114,21 @@ class Loop(ABC):
         most: int | None = None,
         commit_interval: float = 0.2,
         settings: Mapping[str, Any] | None = None,
+        failures: Sequence[FailureRule] | None = None,
     ) -> None:
         """
         Args:
             takes_given_up: Whether it has a handler for records that are given up.
             most: Leave the loop immediately after this many deliveries.
             settings: Settings of the consumer, by Kafka's names with underscores.
+            failures: Rules for errors of its function.
         """
         self.topic = topic
         self.manager = manager
         self.work = work
         self.key = key or by_header("event_id")
         self.takes_given_up = takes_given_up
+        self.failures = failures
         self.most = most
         self.commit_interval = timedelta(seconds=commit_interval)
         self.settings = {"session_timeout_ms": int(SESSION * 1000), "heartbeat_interval_ms": 300, **(settings or {})}
@@ -190,6 +194,7 @@ class AiokafkaLoop(Loop):
             self.manager,
             key=self.key,
             given_up=self._give_up if self.takes_given_up else None,
+            failures=self.failures,
             commit_interval=self.commit_interval,
         )
         async with aclosing(deliveries):
@@ -271,6 +276,7 @@ class ConfluentLoop(Loop):
                 self.manager,
                 key=self.key,
                 given_up=self._give_up if self.takes_given_up else None,
+                failures=self.failures,
                 commit_interval=self.commit_interval,
                 stop=self._stop,
             ):

@@ -18,6 +18,7 @@ from dishka.plotter.transform import Transformer
 from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.handler_calls import RegisteredHandler
 from integr8s_idem.integrations.handler_injection import name_of_dependencies
 from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.runtime.containers import NO_DISPATCHER, build, explained, not_a_container
@@ -82,6 +83,8 @@ class Handler:
     event_type: str
     name: str
     takes_batches: bool
+    failures: tuple[str, ...] = ()
+    """Its rules for errors, in order, without the default ones: `retry(TransportError, attempts=20)`."""
 
 
 @dataclass(frozen=True)
@@ -138,13 +141,16 @@ async def _make_graph(service: Service, settings: Settings, prefix: str) -> Serv
                 dispatcher = await _dispatcher_of(container)
             scopes = _scopes(container, dispatcher, prefix)
             description = _describe(dispatcher, settings, opened)
+            handlers = tuple(_handler(handler, dispatcher) for handler in dispatcher.router.handlers)
         finally:
             await _close(container)
-    handlers = tuple(
-        Handler(handler.event_type, handler.name, handler.batch is not None) for handler in dispatcher.router.handlers
-    )
     group = settings.service(service.name).group_id or service.group_id or service.name
     return ServiceGraph(service.name, group, description, handlers, scopes, isinstance(container, Container))
+
+
+def _handler(handler: RegisteredHandler, dispatcher: EventDispatcher) -> Handler:
+    rules = tuple(str(rule) for rule in dispatcher.policy(handler).rules)
+    return Handler(handler.event_type, handler.name, handler.batch is not None, rules)
 
 
 async def _dispatcher_of(container: AsyncContainer | Container) -> EventDispatcher:

@@ -112,16 +112,23 @@ def _remembered(dispatcher: Dispatcher) -> str:
 
 def _handlers(handlers: Sequence[Handler]) -> str:
     """Return the event types by handler."""
-    events: dict[tuple[str, bool], list[str]] = {}
+    events: dict[tuple[str, bool, tuple[str, ...]], list[str]] = {}
     for handler in handlers:
-        events.setdefault((handler.name, handler.takes_batches), []).append(handler.event_type)
+        events.setdefault((handler.name, handler.takes_batches, handler.failures), []).append(handler.event_type)
     if not events:
         return _none("none")
     items = "".join(
-        f"<li>{_code(name)}{' in batches' if in_batches else ''} ← {', '.join(_code(event) for event in taken)}</li>"
-        for (name, in_batches), taken in events.items()
+        f"<li>{_code(name)}{' in batches' if in_batches else ''} ← {', '.join(_code(event) for event in taken)}"
+        f"{_rules(failures)}</li>"
+        for (name, in_batches, failures), taken in events.items()
     )
     return f'<ul class="plain-list">{items}</ul>'
+
+
+def _rules(failures: Sequence[str]) -> str:
+    if not failures:
+        return ""
+    return f'<br><span class="note">if it fails: {", ".join(_code(rule) for rule in failures)}</span>'
 
 
 def _service(graph: ServiceGraph, number: int) -> str:

@@ -7,6 +7,7 @@ from typing import Final
 
 from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.errors import ApplicationError, IdempotencyError, UndecodableEventError
+from integr8s_idem.failures import FailureRule
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.keys import KeySpace, KeyStrategy, generation_key
 from integr8s_idem.operations.keys.explanation import Explanation, MissingRecord, RecordExplanation, newest_after
@@ -252,8 +253,8 @@ class Explainer:
                 answer.absent.append(self._missing(service.name, execution.handler.name, event.event_type, key))
             else:
                 parsed = parse_key(key, self._prefix)
-                offered = execution.work.fingerprint
-                answer.records.append(await self._explain_record(service.repository, parsed, found, offered))
+                offered, rules = execution.work.fingerprint, execution.handler.failures.rules
+                answer.records.append(await self._explain_record(service.repository, parsed, found, offered, rules))
 
     async def _explain_record(
         self,
@@ -261,20 +262,24 @@ class Explainer:
         parsed: ParsedKey,
         found: AnyRecord,
         offered: bytes | None = None,
+        rules: tuple[FailureRule, ...] | None = None,
     ) -> RecordExplanation:
+        """`rules`: those of its handler, if the key of the record may not name it."""
         config = self._config(parsed.scope)
         space = key_space(parsed, self._prefix, hash_keys=config.hash_keys)
         is_step = parsed.step is not None
         generations = {} if is_step else await self._generations(repository, parsed)
         replayed = newest_after(parsed.generation, generations)
+        next_delivery = self._next_delivery(parsed, config, rules)
         return RecordExplanation(
             parsed,
             found,
             config,
-            _STEP_NEXT_DELIVERY if is_step else self._next_delivery(parsed, config).describe(found, offered, replayed),
+            _STEP_NEXT_DELIVERY if is_step else next_delivery.describe(found, offered, replayed),
             generations,
             {} if is_step or space is None else await self._steps(repository, space, parsed),
             self._dead_letter_topic(parsed),
+            next_delivery.rules,
         )
 
     async def _generations(self, repository: IdempotencyRepository, parsed: ParsedKey) -> dict[int, AnyRecord]:
@@ -295,14 +300,25 @@ class Explainer:
         own = (service.config for service in self._services if service.name == scope)
         return next((config for config in own if config is not None), self._settings.idempotency_for(scope))
 
-    def _next_delivery(self, parsed: ParsedKey, config: IdempotencyConfig) -> NextDelivery:
+    def _next_delivery(
+        self, parsed: ParsedKey, config: IdempotencyConfig, rules: tuple[FailureRule, ...] | None = None
+    ) -> NextDelivery:
         # The source of a hashed key is unknown; most are keys of events.
         by_worker = bool(parsed.source or parsed.digest)
         isolates = by_worker and self._settings.service(parsed.scope).isolation_share > 0
-        return NextDelivery(config, by_worker=by_worker, isolates=isolates)
+        if not by_worker:
+            rules = ()  # callers have none
+        elif rules is None:
+            rules = self._rules(parsed.scope, parsed.handler, parsed.event_type)
+        return NextDelivery(config, by_worker=by_worker, isolates=isolates, rules=rules)
+
+    def _rules(self, scope: str, handler: str, event_type: str) -> tuple[FailureRule, ...] | None:
+        found = (service.rules(handler, event_type) for service in self._services if service.name == scope)
+        return next(found, None)
 
     def _missing(self, service: str, handler: str, event_type: str, key: str) -> MissingRecord:
-        return MissingRecord(service, handler, event_type, key, NextDelivery(self._config(service)).describe(None))
+        next_delivery = NextDelivery(self._config(service), rules=self._rules(service, handler, event_type))
+        return MissingRecord(service, handler, event_type, key, next_delivery.describe(None))
 
     def _unguarded(self, service: str, handler: str, event_type: str) -> MissingRecord:
         return MissingRecord(service, handler, event_type, "", "would be handled: this handler is not guarded")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from integr8s_idem.config import IdempotencyConfig
+from integr8s_idem.failures import FailureRule
 from integr8s_idem.operations.keys.key_parser import (
     ParsedKey,
 )
@@ -27,6 +28,8 @@ class RecordExplanation:
     steps: dict[int, AnyRecord] = field(default_factory=dict)
     dead_letters: str = ""
     """The topic of its dead letter, if it failed."""
+    rules: tuple[FailureRule, ...] | None = ()
+    """The handler's rules for errors, before the default ones; `None` if they are unknown."""
 
     @property
     def replayed(self) -> tuple[int, AnyRecord] | None:

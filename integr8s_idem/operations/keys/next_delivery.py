@@ -8,6 +8,7 @@ from typing import Final
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
 from integr8s_idem.engine.work import SUSPECT_AFTER, is_crash_limit_reached
+from integr8s_idem.failures import FailureAction, FailureRule
 from integr8s_idem.operations.keys.record_state import Lease, RecordState
 from integr8s_idem.records import Corrupt, IdempotencyRecord, IdempotencyStatus, is_other_payload
 
@@ -26,6 +27,8 @@ class NextDelivery:
     """Whether a worker delivers events; otherwise a caller passes its own key."""
     isolates: bool = False
     """Whether the worker runs events that may have crashed a process alone."""
+    rules: tuple[FailureRule, ...] | None = ()
+    """The handler's rules for errors, before the default ones; `None` if they are unknown."""
 
     def describe(
         self,
@@ -41,7 +44,7 @@ class NextDelivery:
             replayed: The newest later generation of the same work and its record, if any.
         """
         if found is None:
-            return f"would be handled, as attempt 1 of at most {self.config.max_attempts}{self._blocks()}"
+            return f"would be handled, as attempt 1 of at most {self.config.max_attempts}{self._if_it_fails(1)}"
         if isinstance(found, Corrupt):
             return self._refused("CorruptRecordError", "corrupt_record")
         if is_other_payload(found.fingerprint, offered):
@@ -57,9 +60,18 @@ class NextDelivery:
         dead_letter = f"; a worker would dead-letter it ({reason})" if self.by_worker else ""
         return f"would not be handled: {error}{dead_letter}"
 
-    def _blocks(self) -> str:
-        block = self.config.on_failure is OnFailure.BLOCK
-        return "; a failure would be final (on_failure = block)" if block else ""
+    def _if_it_fails(self, attempt: int) -> str:
+        """Describe what a failure of the attempt with this number means, as the end of a sentence."""
+        limit, final = self.config.max_attempts, ""
+        if self.config.on_failure is OnFailure.BLOCK:
+            final = "on_failure = block"
+        if attempt >= limit:
+            final = f"max_attempts = {limit}"
+        usual = f"; a failure would be final ({final})" if final else ""
+        if self.rules is None:
+            return usual and f"{usual}, unless a rule for the error says otherwise (to see the rules, use --app)"
+        by_rule = ", ".join(_decision(rule, attempt, limit) for rule in self.rules)
+        return f"{usual}; by its rules, {by_rule}" if by_rule else usual
 
     def _key_reused(self) -> str:
         mismatch = "the payload differs from that of the record: "
@@ -93,8 +105,7 @@ class NextDelivery:
         action = "taken over and handled" if has_lapsed else "handled again"
         alone = ", alone in its process" if isolates and lapsed >= SUSPECT_AFTER else ""
         counted = attempt - (lapsed - lapsed_alone if isolates else 0)
-        last = f"; a failure would be final (max_attempts = {max_attempts})"
-        return f"would be {action}, as attempt {attempt}{alone}{last if counted >= max_attempts else self._blocks()}"
+        return f"would be {action}, as attempt {attempt}{alone}{self._if_it_fails(counted)}"
 
     def _while_held(self) -> str:
         if self.config.on_in_progress is OnInProgress.WAIT:
@@ -105,6 +116,23 @@ class NextDelivery:
             again = "; a worker retries it after a delay" if self.by_worker else ""
             return f"would be refused: InProgressError{again}"
         return _ACKNOWLEDGES if self.by_worker else "would be skipped (on_in_progress = skip)"
+
+
+def _decision(rule: FailureRule, attempt: int, max_attempts: int) -> str:
+    """Describe what a rule decides if the attempt with this number fails with one of its errors."""
+    errors, attempts = " or ".join(error.__qualname__ for error in rule.errors), rule.attempts or max_attempts
+    match rule.action:
+        case FailureAction.STOP:
+            return f"{errors} stops the service"
+        case FailureAction.DISCARD:
+            return f"{errors} is discarded"
+        case FailureAction.DEAD_LETTER:
+            return f"{errors} is dead-lettered"
+        case _ if rule.is_last(attempt, max_attempts):
+            return f"{errors} is final (attempts = {attempts})"
+        case _:
+            after = f" after {format_duration(rule.delay)}" if rule.delay else ""
+            return f"{errors} is retried{after}, at most {attempts} attempts"
 
 
 def _completed(state: RecordState) -> str:

@@ -10,6 +10,7 @@ from dishka import AsyncContainer
 
 from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.events import EventDecoder
+from integr8s_idem.failures import FailureRule
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventHandler
 from integr8s_idem.keys import Key, KeySpace, KeyStrategy
 from integr8s_idem.runtime import Platform, Service
@@ -61,6 +62,11 @@ class OpenService:
     @property
     def guarded(self) -> list[IdempotentEventHandler]:
         return [handler for handler in self.dispatcher.handlers if isinstance(handler, IdempotentEventHandler)]
+
+    def rules(self, handler: str, event_type: str) -> tuple[FailureRule, ...] | None:
+        """Return the rules for errors of a handler, before the default ones; `None` if there is no such handler."""
+        found = (each for each in self.dispatcher.handlers if (each.name, each.event_type) == (handler, event_type))
+        return next((each.failures.rules for each in found), None)
 
     def places(self, name: str, generation: int) -> Iterator[RecordPlace]:
         """Yield where records named `name` can be: an event's id, its label or a caller's key."""

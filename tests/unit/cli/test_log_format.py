@@ -121,7 +121,9 @@ def test_a_text_line_ends_with_the_most_useful_fields_of_the_context() -> None:
 
     line = TextFormatter().format(given)
 
-    assert line.endswith("m  order=7  orders[2]@17 handler=charge attempt=2 event_id=e-1 trace_id=ab")
+    assert line.endswith(
+        "m  order=7  orders[2]@17 service=billing handler=charge attempt=2 event_id=e-1 trace_id=ab span_id=c"
+    )
 
 
 def test_a_text_line_ends_with_the_extra_fields() -> None:

@@ -12,10 +12,12 @@ import pytest
 from aiokafka.errors import KafkaTimeoutError, MessageSizeTooLargeError
 from faststream import AckPolicy, BaseMiddleware
 from faststream.kafka import KafkaBroker, KafkaMessage, TestKafkaBroker
+from faststream.kafka.message import KafkaAckableMessage
 
 from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
-from integr8s_idem.errors import PermanentError
-from integr8s_idem.integrations.faststream import IdempotencyMiddleware, by_header
+from integr8s_idem.errors import PermanentError, ServiceStoppedError
+from integr8s_idem.failures import FailureRule, dead_letter, discard, retry, stop
+from integr8s_idem.integrations.faststream import IdempotencyMiddleware, SubscriberError, by_header
 from integr8s_idem.keys import Key
 from integr8s_idem.records import Completion, IdempotencyStatus, Reserved, ReserveRequest, StoredResult, Verdict
 from tests.support.guarded import Guarded, guarded
@@ -29,7 +31,9 @@ def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 class Shop:
     """A broker with one guarded subscriber, and the recorded effects."""
 
-    def __init__(self, *, accepts_given_up: bool = True, **config: Any) -> None:
+    def __init__(
+        self, *, accepts_given_up: bool = True, failures: Sequence[FailureRule] | None = None, **config: Any
+    ) -> None:
         self.here: Guarded = guarded(**config)
         self.given_up: list[str] = []
         self.runs: list[Any] = []
@@ -37,7 +41,10 @@ class Shop:
         self.settled: list[str] = []
         """How each order was settled: "ack", or the name of FastStream's exception."""
         self.guard = IdempotencyMiddleware(
-            self.here.manager, key=by_header("event_id"), given_up=self._give_up if accepts_given_up else None
+            self.here.manager,
+            key=by_header("event_id"),
+            given_up=self._give_up if accepts_given_up else None,
+            failures=failures,
         )
         self.given_up_error: Exception | None = None
         self.broker = KafkaBroker(middlewares=[self.guard])
@@ -77,12 +84,18 @@ class Shop:
         self.broker.insert_middleware(Outside)
         self.broker.add_middleware(Within)
 
-    def add_failing_subscriber(self, *, policy: AckPolicy = AckPolicy.NACK_ON_ERROR, batch: bool = False) -> None:
+    def add_failing_subscriber(
+        self,
+        *,
+        policy: AckPolicy = AckPolicy.NACK_ON_ERROR,
+        batch: bool = False,
+        error: Exception = PermanentError("no such card"),  # noqa: B008  # it is not changed
+    ) -> None:
         """Add a subscriber that fails every order."""
 
         async def charge(order: Any) -> None:
             self.runs.append(order)
-            raise PermanentError("no such card")
+            raise error
 
         self.broker.subscriber("orders", group_id="billing", ack_policy=policy, batch=batch)(charge)
 
@@ -472,3 +485,88 @@ async def test_the_records_of_a_batch_are_completed_in_one_call(monkeypatch: pyt
         await broker.publish_batch(*orders, topic="orders")
 
     assert sizes == [20]
+
+
+async def test_a_rule_discards_a_message(caplog: pytest.LogCaptureFixture) -> None:
+    shop = Shop(failures=[discard(KeyError)])
+    shop.add_failing_subscriber(error=KeyError("withdrawn"))
+    shop.before_publishing(_nothing)
+
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+
+    assert len(shop.runs) == 1
+    assert shop.settled == ["AckMessage", "AckMessage"]
+    assert await shop.statuses() == [IdempotencyStatus.COMPLETED]
+    assert shop.given_up == []
+    assert "failed at attempt 1 (KeyError: 'withdrawn'), discarded by a rule" in caplog.text
+
+
+async def test_a_rule_gives_up_a_message_at_once_and_another_one_later() -> None:
+    shop = Shop(failures=[dead_letter(ValueError), retry(OSError, attempts=3)], max_attempts=2)
+    shop.add_failing_subscriber(error=ValueError("invalid"))
+    shop.before_publishing(_nothing)
+    patient = Shop(failures=[dead_letter(ValueError), retry(OSError, attempts=3)], max_attempts=2)
+    patient.add_failing_subscriber(error=OSError("busy"))
+    patient.before_publishing(_nothing)
+
+    async with TestKafkaBroker(shop.broker), TestKafkaBroker(patient.broker):
+        await shop.place()
+        for _ in range(3):
+            await patient.place()
+
+    assert (shop.settled, shop.given_up) == (["AckMessage"], ["ValueError('invalid')"])
+    assert patient.settled == ["NackMessage", "NackMessage", "AckMessage"]
+    assert patient.given_up == ["OSError('busy')"]
+
+
+@pytest.mark.parametrize("policy", [AckPolicy.NACK_ON_ERROR, AckPolicy.ACK])
+async def test_a_rule_stops_a_subscriber_and_its_message_is_not_acknowledged(
+    policy: AckPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rejected, acknowledged = list[str](), list[str]()
+    original_nack, original_ack = KafkaAckableMessage.nack, KafkaAckableMessage.ack
+
+    async def nack(message: Any) -> None:
+        rejected.append(message.headers["event_id"])
+        await original_nack(message)
+
+    async def ack(message: Any) -> None:
+        if not message.committed:
+            acknowledged.append(message.headers["event_id"])
+        await original_ack(message)
+
+    monkeypatch.setattr(KafkaAckableMessage, "nack", nack)
+    monkeypatch.setattr(KafkaAckableMessage, "ack", ack)
+    shop = Shop(failures=[stop(ArithmeticError)], max_attempts=1)
+    shop.add_failing_subscriber(policy=policy, error=ArithmeticError("a sum does not match"))
+    shop.before_publishing(_nothing)
+
+    async with TestKafkaBroker(shop.broker):
+        with pytest.raises(ServiceStoppedError, match=r"The rule stop\(ArithmeticError\) stops"):
+            await shop.place()
+
+    assert (set(rejected), acknowledged) == ({"e-1"}, [])
+    assert shop.settled == ["SubscriberStoppedError"]
+    assert await shop.statuses() == [IdempotencyStatus.PROCESSING]
+    assert shop.given_up == []
+
+
+async def test_rules_do_not_apply_to_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    rejected = list[Any]()
+
+    async def nack(message: Any) -> None:
+        rejected.append(message)
+
+    monkeypatch.setattr(KafkaAckableMessage, "nack", nack)
+    shop = Shop(failures=[discard(KeyError)])
+    shop.add_failing_subscriber(batch=True)
+
+    with pytest.raises(SubscriberError, match="do not apply to batches"):
+        shop.guard.check(shop.broker)
+    async with TestKafkaBroker(shop.broker):
+        with pytest.raises(SubscriberError, match="do not apply to batches"):
+            await shop.place()
+    assert shop.runs == []
+    assert rejected

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from datetime import timedelta
 from typing import Any, cast
 
 import pytest
 from aiokafka import TopicPartition
 from aiokafka.errors import RecordTooLargeError
+from pydantic import ValidationError
 
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.errors import ApplicationError, InvalidKeyError
+from integr8s_idem.failures import FailureRule, retry, retry_later
 from integr8s_idem.integrations import aiokafka, confluent
-from integr8s_idem.integrations.kafka_loops import LONGEST_PAUSE, by_header, by_position, pause_after, work_of
+from integr8s_idem.integrations.faststream import IdempotencyMiddleware
+from integr8s_idem.integrations.kafka_loops import (
+    LONGEST_PAUSE,
+    by_header,
+    by_position,
+    pause_after,
+    policy_of,
+    work_of,
+)
 from integr8s_idem.keys.fingerprints import fingerprint
 from integr8s_idem.records import is_other_payload
 from integr8s_idem.telemetry.log_fields import context_fields
@@ -242,3 +253,48 @@ def test_log_records_of_a_confluent_loop_name_their_message() -> None:
     fields, after = logged
     assert (fields["topic"], fields["partition"], fields["offset"], fields["attempt"]) == ("orders", 0, 7, 1)
     assert after == {}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        retry_later(OSError, delay=60),
+        retry(OSError, first_pause=1),
+        retry(OSError, longest_pause=60),
+        retry(OSError, jitter=False),
+    ],
+    ids=str,
+)
+async def test_a_loop_refuses_rules_with_pauses_of_their_own(rule: FailureRule) -> None:
+    expected = rf"{re.escape(str(rule))} has a pause of its own"
+    with pytest.raises(ApplicationError, match=expected):
+        await anext(aiokafka.guarded(cast("Any", None), plain_manager(), failures=[rule]))
+    with pytest.raises(ApplicationError, match=expected):
+        await asyncio.to_thread(next, confluent.guarded(cast("Any", None), plain_manager(), failures=[rule]))
+    with pytest.raises(ApplicationError, match=expected):
+        IdempotencyMiddleware(plain_manager(), failures=[rule])
+
+
+@pytest.mark.parametrize(("failures", "final"), [(None, False), ([], True)], ids=["no rules", "default rules"])
+async def test_without_rules_a_loop_has_not_even_the_default_ones(
+    failures: list[FailureRule] | None, final: bool
+) -> None:
+    here, given_up = guarded(), list[Exception]()
+
+    async def give_up(record: Any, error: Exception) -> None:
+        given_up.append(error)
+
+    async def invalid(record: Any) -> None:
+        OrderPlaced.model_validate({"order_id": []})
+
+    record: Any = FakeRecord("orders", 0, 7, None, b"{}")
+    delivery = aiokafka.Delivery(
+        cast("Any", None), here.manager, record, by_position, None, give_up, policy_of(failures)
+    )
+    if final:
+        await delivery.run(invalid)
+    else:
+        with pytest.raises(ValidationError):
+            await delivery.run(invalid)
+
+    assert (delivery.settled, len(given_up)) == (final, int(final))

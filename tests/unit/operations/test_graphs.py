@@ -43,6 +43,7 @@ from integr8s_idem import (
 )
 from integr8s_idem.cli.app import app
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.failures import discard, retry
 from integr8s_idem.integrations.dishka import (
     DispatcherProvider,
     EventContextProvider,
@@ -148,6 +149,23 @@ def test_a_plain_dispatcher_has_neither_keys_nor_store() -> None:
 
     assert (result.type, result.is_idempotent) == ("EventDispatcher", False)
     assert (result.strategy, result.ttl_seconds, result.store) == (None, None, None)
+
+
+def test_the_rules_for_errors_of_a_handler_are_shown_with_those_of_the_settings() -> None:
+    rules = EventRouter(failures=[retry(ConnectionError, attempts=20)])
+
+    @rules.on(OrderPlaced, failures=[discard(KeyError)])
+    async def charge(event: OrderPlaced) -> None: ...
+
+    settings = {"services": {"billing": {"failures": [{"error": "OSError", "action": "stop"}]}}}
+    graph = graph_of(container_of(DispatcherProvider(rules)), settings)
+
+    assert [each.failures for each in graph.handlers] == [
+        ("discard(KeyError)", "retry(ConnectionError, attempts=20)", "stop(OSError)")
+    ]
+    text = re.sub("<[^>]*>", "", as_page([graph], "shop:platform"))
+    assert "charge ← order_placedif it fails: discard(KeyError), retry(ConnectionError, attempts=20), stop" in text
+    assert "if it fails" not in as_page([graph_of(PLAIN)], "shop:platform")
 
 
 def test_settings_override_the_ttl_of_the_dispatcher() -> None:
@@ -438,7 +456,9 @@ def test_json_contains_the_whole_graph() -> None:
     (audit,) = json.loads(printed)["services"]
     assert status == 0
     assert audit["dispatcher"]["is_idempotent"] is False
-    assert audit["handlers"] == [{"event_type": "order_paid", "name": "note_payment", "takes_batches": False}]
+    assert audit["handlers"] == [
+        {"event_type": "order_paid", "name": "note_payment", "takes_batches": False, "failures": []}
+    ]
     assert {part["name"] for scope in audit["scopes"] for part in scope["parts"]} >= {"Audit", "note_payment"}
 
 

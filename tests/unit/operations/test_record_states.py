@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from integr8s_idem.cli.keys_format import list_row, record_json, rows
+from integr8s_idem.cli.keys_format import explanation_json, list_row, record_json, rows
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
 from integr8s_idem.engine.results import discarded_result
 from integr8s_idem.errors import ApplicationError
+from integr8s_idem.failures import dead_letter, discard, retry, retry_later, stop
 from integr8s_idem.keys import Key, KeySpace
-from integr8s_idem.operations.keys.explanation import RecordExplanation, newest_after
+from integr8s_idem.operations.keys.explanation import Explanation, RecordExplanation, newest_after
 from integr8s_idem.operations.keys.key_parser import parse_key
 from integr8s_idem.operations.keys.next_delivery import NextDelivery, format_duration
 from integr8s_idem.operations.keys.record_filter import RecordFilter, check_statuses, parse_duration
@@ -200,6 +201,55 @@ def test_predictions_for_a_worker_that_isolates_suspects(found: IdempotencyRecor
 
     assert expected in text
     assert ("alone in its process" in text) == ("alone in its process" in expected)
+
+
+RULES = (
+    retry(ConnectionError, TimeoutError, attempts=20),
+    retry_later(OSError, delay=300),
+    discard(KeyError),
+    dead_letter(ValueError),
+    stop(ArithmeticError),
+)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (RELEASED, "as attempt 2; by its rules, ConnectionError or TimeoutError is retried, at most 20 attempts,"),
+        (RELEASED, "OSError is retried after 5 min, at most 3 attempts, KeyError is discarded"),
+        (RELEASED, "ValueError is dead-lettered, ArithmeticError stops the service"),
+        (replace(RELEASED, attempt=5), "as attempt 6; a failure would be final (max_attempts = 3); by its rules,"),
+        (replace(RELEASED, attempt=5), "OSError is final (attempts = 3), KeyError is discarded"),
+        (replace(RELEASED, attempt=19), "ConnectionError or TimeoutError is final (attempts = 20)"),
+        (None, "as attempt 1 of at most 3; by its rules, ConnectionError"),
+        (replace(LAPSED, attempt=3), "not be handled: CrashedTooOftenError"),
+    ],
+)
+def test_predictions_follow_the_rules_of_the_handler(found: IdempotencyRecord | None, expected: str) -> None:
+    assert expected in NextDelivery(CONFIG, rules=RULES).describe(found)
+
+
+def test_unknown_rules_are_mentioned_where_they_could_change_the_prediction() -> None:
+    unknown = NextDelivery(CONFIG, rules=None)
+
+    assert unknown.describe(replace(RELEASED, attempt=5)).endswith(
+        "a failure would be final (max_attempts = 3), unless a rule for the error says otherwise (to see the rules, "
+        "use --app)"
+    )
+    assert unknown.describe(RELEASED) == NextDelivery(CONFIG).describe(RELEASED)
+    assert unknown.describe(COMPLETED) == NextDelivery(CONFIG).describe(COMPLETED)
+
+
+def test_an_explanation_contains_the_rules() -> None:
+    explained = RecordExplanation(parse_key(KEY, "idempotency"), RELEASED, CONFIG, "", rules=RULES[:1])
+    unknown = replace(explained, rules=None)
+
+    assert dict(rows(explained))["attempts"] == "1 of at most 3, unless a rule for the error says otherwise"
+    assert dict(rows(unknown))["attempts"] == "1 of at most 3"
+    shown = [
+        explanation_json(Explanation("", "", [one]), whole_result=False)["records"][0] for one in (explained, unknown)
+    ]
+    assert [one["failure_rules"] for one in shown] == [["retry(ConnectionError, TimeoutError, attempts=20)"], None]
 
 
 @pytest.mark.parametrize(

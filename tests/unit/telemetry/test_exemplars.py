@@ -20,6 +20,7 @@ from prometheus_client.samples import Sample
 from integr8s_idem.telemetry import Observer, Past, Phase
 from integr8s_idem.telemetry.composite import combined
 from integr8s_idem.telemetry.merged_metrics import MergedMetrics, plain_families
+from integr8s_idem.telemetry.messaging_metrics import MessagingMetricsObserver
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from integr8s_idem.telemetry.sampling import DrawnIds
@@ -89,6 +90,17 @@ def test_the_duration_of_a_recorded_delivery_has_the_ids_of_its_span(watched: Wa
         pass
 
     assert watched.ids(DELIVERIES, event_type="order_placed") == [*watched.spans("process orders")]
+
+
+def test_the_durations_of_the_messaging_conventions_have_the_ids_of_their_spans(watched: Watched) -> None:
+    observer = combined(watched.observer(), MessagingMetricsObserver("billing", watched.registry))
+    with observer.processing(received(topic="orders"), "order_placed", "event-1"):
+        pass
+    with observer.sending("receipts"):
+        pass
+
+    assert watched.ids("messaging_process_duration_seconds_bucket") == [*watched.spans("process orders")]
+    assert watched.ids("messaging_client_operation_duration_seconds_bucket") == [*watched.spans("send receipts")]
 
 
 def test_an_exemplar_lies_in_its_bucket(watched: Watched) -> None:

@@ -123,6 +123,17 @@ def test_reasons_never_become_event_types(registry: CollectorRegistry) -> None:
     assert labels_in(registry, "idempotency_cache_hits_total", "event_type") == {""}
 
 
+def test_an_event_type_that_is_only_published_has_no_other_counters(registry: CollectorRegistry) -> None:
+    observer = PrometheusObserver("billing", registry)
+
+    observer.count(Signal.PUBLISHED, "order_paid")
+    assert labels_in(registry, "idempotency_events_published_total", "event_type") == {"", "order_paid"}
+    assert labels_in(registry, "idempotency_deliveries_total", "event_type") == {""}
+
+    observer.count(Signal.DELIVERED, "order_paid")
+    assert labels_in(registry, "idempotency_events_handled_total", "event_type") == {"", "order_paid"}
+
+
 @pytest.mark.parametrize("named", [*Signal, *Gauge])
 def test_every_metric_has_a_help_text(named: Signal | Gauge) -> None:
     assert HELP[named].endswith(".")

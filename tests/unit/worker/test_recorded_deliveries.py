@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+from prometheus_client import CollectorRegistry
 
 from integr8s_idem.errors import PermanentError, PublishError
 from integr8s_idem.failures import discard
@@ -18,6 +19,8 @@ from integr8s_idem.handlers.dispatcher import EventDispatcher, EventRouter, Idem
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.telemetry import SILENT, Observer, Phase, ReceivedMessage, Signal, SilentObserver
 from integr8s_idem.telemetry import Span as Phased
+from integr8s_idem.telemetry.composite import combined
+from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from integr8s_idem.testing.span_recorder import SpanRecorder
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.assignments import Assignment, Delivery
@@ -52,6 +55,41 @@ async def test_deliveries_that_were_reserved_before_their_turn_are_released_with
     outcomes = [span.outcome for span in recorder.spans().named(PROCESS)]
     assert sorted(outcomes) == ["executed"] * 4 + ["released"] * (len(outcomes) - 4)
     assert len(outcomes) > 4, "none was reserved before its turn"
+
+
+@virtual_time
+async def test_a_delivery_whose_handler_is_cancelled_at_the_end_of_its_partition_has_its_attempt() -> None:
+    recorder, depot, broker = SpanRecorder(), Depot(), sent(1)
+    here = guarded(observer=recorder.observer("billing"))
+    depot.held[0] = asyncio.Event()
+
+    async with running(dispatcher_of(depot.handle, here), broker, drain_timeout_seconds=1) as worker:
+        await worker.until(lambda: 0 in depot.started)
+        await worker.consumer.take([TOPIC])
+
+    delivery = recorder.spans().one(PROCESS)
+    assert (delivery.outcome, delivery.attempt) == ("released", 1)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+@virtual_time
+async def test_of_requests_that_are_repeated_while_the_store_does_not_answer_only_the_first_is_observed(
+    is_recorded: bool,
+) -> None:
+    recorder, registry, broker = SpanRecorder(), CollectorRegistry(), sent(1)
+    metrics = PrometheusObserver("billing", registry)
+    here = guarded(observer=combined(recorder.observer("billing"), metrics) if is_recorded else metrics)
+    here.store.fail_next("reserve", times=50)
+
+    async with running(dispatcher_of(Depot().handle, here), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert here.store.calls["reserve"] == 51
+    labels = {"service": "billing", "phase": "reserve", "event_type": "parcel_sent"}
+    assert registry.get_sample_value("idempotency_phase_seconds_count", labels) == 2
+    if is_recorded:
+        failed, reserved = recorder.spans().named("idempotency.reserve")
+        assert (failed.error_type, reserved.error_type) == ("integr8s_idem.errors.StoreUnavailableError", "")
 
 
 def two_handlers(guarded_by: Guarded | None, recorder: SpanRecorder) -> EventDispatcher:
