@@ -16,6 +16,7 @@ from integr8s_idem.handlers.dispatcher import EventDispatcher
 from integr8s_idem.keys import KeyResolver
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.kafka_protocols import Partition
+from integr8s_idem.worker.retry_topics import MOST_FETCHED
 from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.fake_worker import FakePublisher, RunningWorker, running
 from tests.support.guarded import Guarded, guarded
@@ -360,6 +361,8 @@ async def test_many_waiting_copies_do_not_stop_the_topics_of_events() -> None:
         await worker.until(lambda: broker.committed.get(TOPIC) == 200, 600)
         assert sorted(depot.done) == list(range(100, 200))
         assert worker.worker.report().in_flight == 0
+        waiting = worker.worker._partitions.assignments[retry_topic("1h")].progress.unfinished
+        assert 0 < waiting <= MOST_FETCHED
         await worker.until(lambda: len(depot.done) == 200 and are_settled(broker), 4_000)
 
 
