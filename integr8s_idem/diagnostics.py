@@ -63,6 +63,7 @@ class Code(str, Enum):
     SCHEMA_OTHER = "schema-other"
     SCHEMA_INCOMPLETE = "schema-incomplete"
     CLOCK_SKEW = "clock-skew"
+    OUTBOX_WAITING = "outbox-waiting"
 
     BROKER_SEEN = "broker-seen"
     BROKER_UNAVAILABLE = "broker-unavailable"

@@ -199,12 +199,13 @@ PROBLEMS: Final = Row(
         ),
         per_minute(
             "Failures and retries",
-            "Runs of handlers that raised or timed out, deliveries to be retried, events discarded by a rule, and "
-            "services that a rule has stopped. "
+            "Runs of handlers that raised or timed out, deliveries to be retried, copies in retry topics, events "
+            "discarded by a rule, and services that a rule has stopped. "
             "Rising: read the tracebacks in the log; events that keep failing are dead-lettered. "
             f"See IdempotencyHandlersFail in {GUIDE}.",
             "handler_failures",
             "retries",
+            "retry_copies",
             "events_discarded",
             "services_stopped",
         ),
@@ -390,6 +391,14 @@ STATE: Final = Row(
             (Query(f"max by (service) (idempotency_outbox_waiting{SELECTED})"),),
             "Events of committed transactions that wait to be published. If it does not fall, Kafka refuses them or no "
             f"worker of the service runs. See IdempotencyOutboxStuck in {GUIDE}. No line: this store has no outbox.",
+        ),
+        Panel(
+            "Oldest event of the outbox",
+            (Query(f"max by (service) (idempotency_outbox_age_seconds{SELECTED})"),),
+            "How long the oldest of these events has waited. It grows although others are published: one event is "
+            "refused, and the later ones of its Kafka key wait for it. idempotency_outbox_failures_total counts the "
+            f"attempts, and the log names the event. See IdempotencyOutboxStuck in {GUIDE}.",
+            unit="s",
         ),
         per_second(
             "Result bytes",

@@ -33,6 +33,7 @@ from integr8s_idem.cli.processes import (
     supervisor_link,
     worker_launch,
 )
+from integr8s_idem.cli.relay_command import relay_command
 from integr8s_idem.cli.run_command import LogFormat, Run, run
 from integr8s_idem.cli.store_commands import store_app
 from integr8s_idem.cli.top_command import top_command
@@ -61,6 +62,7 @@ app.command("doctor", cls=DoctorCommand)(doctor_command)
 app.command("errors")(errors_command)
 app.command("graph")(graph_command)
 app.command("top")(top_command)
+app.command("relay")(relay_command)
 app.command("new")(new_command)
 
 Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The platform, such as billing.workers:platform.")]

@@ -19,6 +19,8 @@ _STATES: Final = {"ready": "green", "running": "green", "not ready": "yellow"}
 _FAILING: Final = "bold red"
 """Style of all other states, and of error counts that are growing."""
 _WARNING: Final = "yellow"
+_OLD_SECONDS: Final = 60.0
+"""Age of an event in an outbox that is highlighted."""
 _UNKNOWN: Final = Text("-", style="dim")
 _GROWING: Final = "▲ "  # before the number, so that digits stay aligned
 
@@ -152,10 +154,17 @@ def _reasons(snapshot: FleetSnapshot) -> Iterator[Text]:
             text = f"{row.service} at {row.worker} {row.state}: {row.reason}"
             yield Text(printable(text), style=_STATES.get(row.state, _FAILING))
     for service in _by_service(snapshot):
-        figures = snapshot.total(service)
-        refused, for_others = figures.count(Signal.REPLAY_REFUSED), figures.count(Signal.REPLAY_FOR_OTHERS)
-        if refused:
-            text = f"{service}: {refused:,} messages with refused replay headers, handled as ordinary deliveries"
-            yield Text(printable(text), style=_WARNING)
-        if for_others:
-            yield Text(printable(f"{service}: {for_others:,} replays for other consumer groups skipped"))
+        yield from _notes(service, snapshot.total(service))
+
+
+def _notes(service: str, figures: Figures) -> Iterator[Text]:
+    """Describe what has no column: the outbox of a service, and replays."""
+    if waiting := figures.outbox_waiting:
+        text = f"{service}: {waiting:,} events wait in the outbox, the oldest for {figures.outbox_age:.0f} s"
+        yield Text(printable(text), style=_WARNING if figures.outbox_age >= _OLD_SECONDS else "")
+    refused, for_others = figures.count(Signal.REPLAY_REFUSED), figures.count(Signal.REPLAY_FOR_OTHERS)
+    if refused:
+        text = f"{service}: {refused:,} messages with refused replay headers, handled as ordinary deliveries"
+        yield Text(printable(text), style=_WARNING)
+    if for_others:
+        yield Text(printable(f"{service}: {for_others:,} replays for other consumer groups skipped"))

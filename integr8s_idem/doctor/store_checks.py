@@ -19,6 +19,7 @@ from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnava
 from integr8s_idem.records import Completion, Failure, Reserved, ReserveRequest, StoreHealth
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.factory import SqlSettings, as_it_is, open_store
+from integr8s_idem.stores.outbox import Backlog
 
 T = TypeVar("T")
 
@@ -50,6 +51,8 @@ _COST: Final[Mapping[Code, str]] = {
     Code.STORE_REFUSED: "workers cannot start",
 }
 _OUTBOX_COST: Final = "workers with transactional handlers cannot start, and their events are not published"
+_OLD_EVENT: Final = timedelta(minutes=1)
+"""Age of an event in the outbox that is reported."""
 _PAUSED: Final = "workers wait and handle no events"
 
 
@@ -120,14 +123,27 @@ async def _outbox_findings(repository: IdempotencyRepository, settings: Settings
 
     if not isinstance(repository, SqlIdempotencyRepository):
         return []  # provided by the application
+    outbox = SqlOutbox(repository.engine)
     try:
-        await SqlOutbox(repository.engine).check()
+        await outbox.check()
+        return _backlog_findings(await outbox.backlog())
     except StoreError as error:
         refused = refusal(error, settings)
         if refused.code is Code.STORE_PERMISSION:
             return []
         return [replace(refused, where=OUTBOX, cost=_OUTBOX_COST if refused.cost else "")]
-    return []
+
+
+def _backlog_findings(backlog: Backlog) -> list[Finding]:
+    """Report events that have waited for longer than a relay needs, even while it waits for a broker."""
+    if backlog.age < _OLD_EVENT:
+        return []
+    what = f"{backlog.count} events wait, the oldest for {backlog.age.total_seconds():.0f} s"
+    remedy = (
+        "start a worker with transactional handlers, or `integr8s-idem relay`; if one runs, its log says which events "
+        "the broker does not accept"
+    )
+    return [Finding(Code.OUTBOX_WAITING, Severity.WARNING, OUTBOX, what, "they are not published", remedy)]
 
 
 def _health_findings(health: StoreHealth) -> list[Finding]:

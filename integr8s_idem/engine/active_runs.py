@@ -27,9 +27,22 @@ class StepsOfRun(Protocol):
 class ActiveRun:
     """A run in progress."""
 
-    __slots__ = ("among", "attempt", "commits_itself", "end_future", "is_over", "lease", "outer", "steps", "work")
+    __slots__ = (
+        "among",
+        "attempt",
+        "commits_itself",
+        "end_future",
+        "is_over",
+        "lease",
+        "outbox_count",
+        "outer",
+        "steps",
+        "work",
+    )
     attempt: Attempt
     """Set when the run starts."""
+    outbox_count: tuple[Attempt, int]
+    """The attempt and the number of its events in an outbox of plain code; not set before the first one."""
 
     def __init__(self, among: ActiveRuns, work: Work, lease: HeldLease | None, commits_itself: bool) -> None:
         """
@@ -49,6 +62,14 @@ class ActiveRun:
         """Whether the outcome of the work is settled, or left to another owner; tasks that it started may still run."""
         self.end_future: asyncio.Future[None] | None = None
         """Set by `ended`."""
+
+    def next_outbox_index(self) -> int:
+        """Return the index of the next event that the attempt writes into an outbox of plain code, from 0."""
+        attempt, index = getattr(self, "outbox_count", (self.attempt, 0))
+        if attempt is not self.attempt:
+            index = 0
+        self.outbox_count = (self.attempt, index + 1)
+        return index
 
     def ended(self) -> asyncio.Future[None]:
         """Return a future that is done when the run is over.  It is made on demand, because few runs have waiters."""

@@ -23,7 +23,7 @@ from integr8s_idem.handlers.handler_calls import HandlerFunction, RegisteredHand
 from integr8s_idem.handlers.outgoing import Outgoing, Publisher
 from integr8s_idem.handlers.router import EventRouter, Invoke
 from integr8s_idem.keys import KeyResolver, KeyStrategy
-from integr8s_idem.stores.outbox import Outbox
+from integr8s_idem.stores.outbox import OutboxStore
 from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.telemetry.log_fields import logging_as
 
@@ -43,7 +43,7 @@ class EventDispatcher:
     """Runs the handlers of a router.  Handlers of one event are independent of each other."""
 
     manager: IdempotencyManager | None = None
-    outbox: Outbox | None = None
+    outbox: OutboxStore | None = None
     """Contains events of transactions, for a relay to publish."""
     ttl: timedelta | None = None
     """How long records are kept; `None` without records."""
@@ -173,7 +173,7 @@ class IdempotentEventDispatcher(EventDispatcher):
         invoke: Invoke = call_with_event,
         publisher: Publisher | None = None,
         timeout: Duration | None = None,
-        outbox: Outbox | None = None,
+        outbox: OutboxStore | None = None,
         codec: Codec | None = None,
         failures: Iterable[FailureRule] = (),
     ) -> None:

@@ -62,7 +62,7 @@ from integr8s_idem.handlers.outgoing import MessageMaker, Outgoing, Publisher
 from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.keys import Key, KeyResolver, KeySpace
 from integr8s_idem.records import Completed
-from integr8s_idem.stores.outbox import Outbox
+from integr8s_idem.stores.outbox import OutboxStore
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
 from integr8s_idem.telemetry.log_fields import logging_as
 
@@ -421,7 +421,7 @@ class IdempotentEventHandler(EventHandler):
         invoke: Invoke = call_with_event,
         publisher: Publisher | None = None,
         timeout: Duration | None = None,
-        outbox: Outbox | None = None,
+        outbox: OutboxStore | None = None,
         batch: BatchSize | None = None,
         failures: FailurePolicy | None = None,
     ) -> None:

@@ -68,6 +68,7 @@ __all__ = [
     "IdempotencyProvider",
     "IdempotentDispatcherProvider",
     "KafkaProvider",
+    "OutboxProvider",
     "ServiceName",
     "TelemetryProvider",
     "inject",
@@ -163,6 +164,34 @@ class KafkaProvider(Provider):
         publisher = EventPublisher(settings.kafka, observer)
         yield publisher
         await publisher.close()
+
+
+class OutboxProvider(Provider):
+    """Provides the `Outbox` of `integr8s_idem.integrations.sqlalchemy`, for handlers, endpoints and other plain code.
+
+    Needs `Settings` and `ServiceName` in the container's context, and a `TelemetryProvider`.  Write with a session of
+    the REQUEST scope: `async with outbox(session) as out`.
+    """
+
+    scope = Scope.APP
+
+    def __init__(
+        self, *, scope: BaseScope | None = None, component: str | None = None, when: BaseMarker | None = None
+    ) -> None:
+        """
+        Args:
+            scope: As for Dishka's `Provider`.
+            component: As for Dishka's `Provider`.
+            when: As for Dishka's `Provider`.
+        """
+        from integr8s_idem.integrations.sqlalchemy import Outbox  # needs an extra
+
+        super().__init__(scope=scope, component=component, when=when)
+
+        def outbox(settings: Settings, service: ServiceName, observer: Observer) -> Any:
+            return Outbox(settings, service=service, observer=observer)
+
+        self.provide(outbox, provides=Outbox)
 
 
 class DispatcherProvider(Provider):

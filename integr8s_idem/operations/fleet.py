@@ -31,6 +31,7 @@ ERRORS: Final = (
     Signal.CORRUPT_RECORD,
     Signal.PARTITION_DAMAGED,
     Signal.SERVICE_STOPPED,
+    Signal.OUTBOX_FAILURE,
 )
 """Signals that count as errors.  Dead letters do not: their failures are counted as `HANDLER_FAILED`."""
 
@@ -45,6 +46,9 @@ class Figures:
     in_flight: int = 0
     lag: int = 0
     lag_is_growing: bool = False
+    outbox_waiting: int = 0
+    outbox_age: float = 0.0
+    """How long the oldest event of the outbox has waited, in seconds."""
 
     def count(self, *signals: Signal) -> int:
         """Return the sum of the counts of `signals`."""
@@ -65,6 +69,8 @@ class Figures:
             "takeovers": self.count(Signal.TAKEOVER),
             "lag": self.lag,
             "lag_is_growing": self.lag_is_growing,
+            "outbox_waiting": self.outbox_waiting,
+            "outbox_age_seconds": round(self.outbox_age, 3),
             "replays_refused": self.count(Signal.REPLAY_REFUSED),
             "replays_for_other_groups": self.count(Signal.REPLAY_FOR_OTHERS),
             "retries": self.count(Signal.RETRY),
@@ -143,10 +149,13 @@ class FleetSnapshot:
 
 
 def total(figures: Iterable[Figures]) -> Figures:
-    """Return the sum of `figures`; unknown rates count as zero."""
+    """Return the sum of `figures`; unknown rates count as zero.
+
+    Of outboxes, it has the largest numbers: all workers of a service count the rows of one table.
+    """
     counts: dict[Signal, int] = {}
     rates: dict[Signal, float] | None = None
-    in_flight, lag, is_growing = 0, 0, False
+    in_flight, lag, is_growing, waiting, age = 0, 0, False, 0, 0.0
     for each in figures:
         for signal, count in each.counts.items():
             counts[signal] = counts.get(signal, 0) + count
@@ -156,7 +165,8 @@ def total(figures: Iterable[Figures]) -> Figures:
                 rates[signal] = rates.get(signal, 0.0) + rate
         in_flight, lag = in_flight + each.in_flight, lag + each.lag
         is_growing |= each.lag_is_growing
-    return Figures(counts, rates, in_flight, lag, is_growing)
+        waiting, age = max(waiting, each.outbox_waiting), max(age, each.outbox_age)
+    return Figures(counts, rates, in_flight, lag, is_growing, waiting, age)
 
 
 class Fleet:
@@ -240,6 +250,8 @@ class _Worker:
             int(metrics.levels.get(Gauge.IN_FLIGHT, 0)),
             int(lag),
             is_growing,
+            int(metrics.levels.get(Gauge.OUTBOX_WAITING, 0)),
+            metrics.levels.get(Gauge.OUTBOX_AGE, 0.0),
         )
         native_code = metrics.levels.get(Gauge.NATIVE_CODE)
         uses_native_code = None if native_code is None else bool(native_code)

@@ -10,10 +10,10 @@ from dishka import AsyncContainer
 
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.handlers.dispatcher import EventDispatcher
+from integr8s_idem.runtime.outbox_relay import make_relay
 from integr8s_idem.runtime.service import Background
 from integr8s_idem.worker.consumer import ServiceWorker
 from integr8s_idem.worker.publisher import EventPublisher
-from integr8s_idem.worker.relay import Relay
 
 
 async def run_worker(
@@ -28,7 +28,8 @@ async def run_worker(
     They are cancelled when the worker ends.  If one of them fails, the worker drains, and the error is raised.
     """
     loop = asyncio.get_running_loop()
-    relay = _relay_of(dispatcher, publisher, kafka)
+    outbox = dispatcher.outbox
+    relay = make_relay(outbox, publisher, kafka, dispatcher.observer) if outbox is not None else None
     consuming = loop.create_task(worker.run())
     relaying = loop.create_task(relay.run() if relay is not None else wait_forever())
     tasks = {relaying, *(loop.create_task(each) for each in background)}
@@ -60,11 +61,3 @@ async def run_background(work: Background, container: AsyncContainer) -> None:
 async def wait_forever() -> None:
     """Wait until cancelled."""
     await asyncio.get_running_loop().create_future()
-
-
-def _relay_of(dispatcher: EventDispatcher, publisher: EventPublisher, kafka: KafkaSettings) -> Relay | None:
-    """Return a relay for the outbox, including events of other processes; `None` without an outbox."""
-    if dispatcher.outbox is None:
-        return None
-    # If the claim expired while a message is being sent, another relay could send a later message of the key first.
-    return Relay(dispatcher.outbox, publisher, claim_seconds=max(60.0, 3 * kafka.request_timeout_seconds))

@@ -20,6 +20,7 @@ from integr8s_idem.handlers.dispatcher import EventDispatcher
 from integr8s_idem.runtime.background import run_background, run_worker, wait_forever
 from integr8s_idem.runtime.containers import get_dispatcher, get_publisher, make_container
 from integr8s_idem.runtime.endpoints import Endpoints
+from integr8s_idem.runtime.outbox_relay import measure_backlog
 from integr8s_idem.runtime.service import Service, check_groups
 from integr8s_idem.runtime.supervisor_link import SupervisorLink
 from integr8s_idem.telemetry import Gauge
@@ -175,7 +176,7 @@ class RunningService:
             try:
                 dispatcher.observer.measure(Gauge.KEYS_ACTIVE, await manager.count_active())
                 if outbox is not None:
-                    dispatcher.observer.measure(Gauge.OUTBOX_WAITING, await outbox.count())
+                    await measure_backlog(outbox, dispatcher.observer)
             except StoreError as error:
                 logger.debug("cannot count active keys: %s", error)
 

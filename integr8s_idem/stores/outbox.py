@@ -35,7 +35,19 @@ class Claim:
     """
 
 
-class Outbox(Protocol):
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """The messages that wait to be published."""
+
+    count: int
+    age: timedelta
+    """How long the oldest has waited, by the clock of the database; zero if there is none.
+
+    Messages that workers of an earlier version wrote do not count, because their age is unknown.
+    """
+
+
+class OutboxStore(Protocol):
     """The outbox as used by relays.  All messages of a Kafka key are in one bucket, owned by one relay at a time.
 
     Times are from the database's clock.  Raises (all methods): StoreError, like the methods of a store.
@@ -48,8 +60,24 @@ class Outbox(Protocol):
         """
         ...
 
+    def notice(self) -> None:
+        """End the wait of `arrived`: a transaction of this process has committed messages, or the relay must stop."""
+        ...
+
     async def arrived(self, at_most: float) -> None:
         """Wait until a transaction of this process has written a message, or for `at_most` seconds."""
+        ...
+
+    @property
+    def has_hints(self) -> bool:
+        """Whether `hear_hints` does something."""
+        ...
+
+    async def hear_hints(self) -> None:
+        """End the wait of `arrived` also when another process has committed messages, until cancelled.
+
+        Hints may be lost, so relays also look regularly.  Never raises an error of the database.
+        """
         ...
 
     async def claim(self, length: timedelta) -> Claim | None:
@@ -87,6 +115,10 @@ class Outbox(Protocol):
 
     async def count(self) -> int:
         """Return the number of messages that wait to be published."""
+        ...
+
+    async def backlog(self) -> Backlog:
+        """Return the number and the age of the messages that wait to be published."""
         ...
 
     async def tried(self) -> None:

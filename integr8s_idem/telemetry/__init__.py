@@ -152,6 +152,7 @@ class Signal(str, Enum):
     SERVICE_STOPPED = "idempotency_services_stopped"
     STALE_COMPLETION = "idempotency_stale_completions"
     STEP_ORPHANED = "idempotency_steps_orphaned"
+    OUTBOX_FAILURE = "idempotency_outbox_failures"
 
 
 class Gauge(str, Enum):
@@ -162,6 +163,7 @@ class Gauge(str, Enum):
     CONSUMER_LAG = "idempotency_consumer_lag"
     STORE_UP = "idempotency_store_up"
     OUTBOX_WAITING = "idempotency_outbox_waiting"
+    OUTBOX_AGE = "idempotency_outbox_age_seconds"
     EVENT_LOOP_LAG = "idempotency_event_loop_lag_seconds"
     NATIVE_CODE = "idempotency_native_code"
 

@@ -56,6 +56,7 @@ _GAUGES: Final[Mapping[str, _Combine]] = {
     Gauge.CONSUMER_LAG.value: _sum,  # each process measures the partitions that it reads
     Gauge.STORE_UP.value: min,
     Gauge.OUTBOX_WAITING.value: max,  # counted in the store
+    Gauge.OUTBOX_AGE.value: max,
     Gauge.EVENT_LOOP_LAG.value: max,
     Gauge.NATIVE_CODE.value: min,
     WORKER_PROCESSES: _sum,

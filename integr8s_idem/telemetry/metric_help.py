@@ -46,11 +46,13 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.SERVICE_STOPPED: "Handlers that failed with an error for which a rule stops the service.",
     Signal.STALE_COMPLETION: "Deliveries settled after their partition was revoked.",
     Signal.STEP_ORPHANED: "Recorded steps that the last run of their key did not use.",
+    Signal.OUTBOX_FAILURE: "Failed attempts to publish an event of an outbox; the event stays there.",
     Gauge.KEYS_ACTIVE: "Active keys, counted in the store periodically.",
     Gauge.IN_FLIGHT: "Deliveries received from the broker and not settled.",
     Gauge.CONSUMER_LAG: "Messages between the committed offsets and the end of a topic, 0 once all are settled.",
     Gauge.STORE_UP: "1 while the store is available, otherwise 0.",
     Gauge.OUTBOX_WAITING: "Events of committed transactions that are not published yet.",
+    Gauge.OUTBOX_AGE: "How long the oldest of these events has waited, in seconds.",
     Gauge.EVENT_LOOP_LAG: "Delay of the event loop in seconds.",
     Gauge.NATIVE_CODE: "1 if the process uses the native code of integr8s-idem-speedups, otherwise 0.",
 }

@@ -24,7 +24,7 @@ from typing import Any
 from integr8s_idem.engine.work import Transaction
 from integr8s_idem.handlers.handler_calls import BatchCall, BeforeCommit, HandlerCall, RegisteredHandler
 from integr8s_idem.handlers.router import Invoke
-from integr8s_idem.stores.outbox import Claim, Outbox, Waiting
+from integr8s_idem.stores.outbox import Backlog, Claim, OutboxStore, Waiting
 from integr8s_idem.stores.sql import SqlIdempotencyRepository
 from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan, crashing_invoke
 
@@ -42,15 +42,25 @@ class CrashingSqlStore(CrashingStore, SqlIdempotencyRepository):
 class CrashingOutbox:
     """An outbox with points around the relay's claims, and around the deletion of confirmed rows."""
 
-    def __init__(self, inner: Outbox, plan: CrashPlan) -> None:
+    def __init__(self, inner: OutboxStore, plan: CrashPlan) -> None:
         self._inner = inner
         self._plan = plan
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         return self._inner.turn()
 
+    def notice(self) -> None:
+        self._inner.notice()
+
     async def arrived(self, at_most: float) -> None:
         await self._inner.arrived(at_most)
+
+    @property
+    def has_hints(self) -> bool:
+        return self._inner.has_hints
+
+    async def hear_hints(self) -> None:
+        await self._inner.hear_hints()
 
     async def claim(self, length: timedelta) -> Claim | None:
         return await self._plan.around("claim", lambda: self._inner.claim(length))
@@ -68,6 +78,9 @@ class CrashingOutbox:
 
     async def count(self) -> int:
         return await self._inner.count()
+
+    async def backlog(self) -> Backlog:
+        return await self._inner.backlog()
 
     async def tried(self) -> None:
         await self._inner.tried()

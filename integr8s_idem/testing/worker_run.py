@@ -18,7 +18,7 @@ from integr8s_idem.runtime.background import run_background, run_worker
 from integr8s_idem.runtime.containers import get_dispatcher
 from integr8s_idem.runtime.service_group import section_of
 from integr8s_idem.stores import IdempotencyRepository
-from integr8s_idem.stores.outbox import Outbox
+from integr8s_idem.stores.outbox import OutboxStore
 from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.testing.crash_points import CrashingStore, CrashPlan, CrashPoint, crashing_consumer
 from integr8s_idem.testing.faults import ClientPoints, Points
@@ -129,7 +129,7 @@ class WorkerRun:
         self.process = Process(f"{service.name} {number}")
         self.worker: ServiceWorker | None = None
         self.consumer: MemoryConsumer | None = None
-        self.outbox: Outbox | None = None
+        self.outbox: OutboxStore | None = None
         """The outbox of transactional handlers."""
         self.is_stopping = False
         self.busy = 0

@@ -17,7 +17,8 @@ from datetime import timedelta
 from typing import Final, TypeAlias
 
 from integr8s_idem.errors import EventTooLargeError, PublishError, StoreError
-from integr8s_idem.stores.outbox import Claim, Outbox, Waiting
+from integr8s_idem.stores.outbox import Claim, OutboxStore, Waiting
+from integr8s_idem.telemetry import SILENT, Observer, Signal
 from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.publisher import EventPublisher
 
@@ -33,11 +34,20 @@ MOST_REFUSED: Final = 100
 class Relay:
     """Publishes messages from an outbox.  Several relays may share an outbox, in several processes."""
 
-    def __init__(self, outbox: Outbox, publisher: EventPublisher, *, claim_seconds: float) -> None:
+    def __init__(
+        self, outbox: OutboxStore, publisher: EventPublisher, *, claim_seconds: float, observer: Observer = SILENT
+    ) -> None:
         """`claim_seconds` is the duration of a claim: more than twice the publisher's timeout."""
         self._outbox = outbox
         self._publisher = publisher
+        self._observer = observer
         self._claim = timedelta(seconds=claim_seconds)
+        self.published = 0
+        """How many messages the broker has confirmed."""
+        self.failures = 0
+        """How many times a message could not be published."""
+        self.store_error = ""
+        """The class of the database's error in the last round; empty if it answered."""
         self._backoff = Backoff(initial=0.2, longest=5.0)
         self._stopping = False
         self._skipped: set[_OrderingKey] = set()
@@ -49,13 +59,41 @@ class Relay:
 
     async def run(self) -> None:
         """Publish until stopped."""
+        if not self._outbox.has_hints:
+            await self._run()
+            return
+        hearing = asyncio.get_running_loop().create_task(self._outbox.hear_hints())
+        try:
+            await self._run()
+        finally:
+            hearing.cancel()
+            await asyncio.wait({hearing})
+
+    async def drain(self) -> bool:
+        """Publish until the outbox is empty, and return whether it is: `False` if a message could not be published.
+
+        Messages that another relay is publishing are waited for; those of one that has died, until its claim ends.
+
+        Raises:
+            StoreError: The database does not answer.
+        """
+        while True:
+            if await self._round():
+                return False
+            if self._stopping or not await self._outbox.count():
+                return not self._stopping
+            await self._outbox.arrived(POLL_SECONDS)
+
+    async def _run(self) -> None:
         failures = 0
         while True:
             last = self._stopping
             try:
                 failures = failures + 1 if await self._round() else 0
+                self.store_error = ""
             except StoreError as error:
                 logger.warning("outbox not read: %s", error)
+                self.store_error = type(error).__name__
                 failures += 1
             if last:
                 return
@@ -116,9 +154,12 @@ class Relay:
                 await self._send(row)
             except (PublishError, EventTooLargeError, _DamagedRowError) as error:
                 logger.error("event %s stays in the outbox: %s", row.message.event_id, error)
+                self.failures += 1
+                self._observer.count(Signal.OUTBOX_FAILURE, row.message.event_type)
                 this.refused.add(_ordering_key(row))
                 return
             sent.append(row.id)
+            self.published += 1
 
     async def _send(self, row: Waiting) -> None:
         if row.fault:

@@ -15,7 +15,7 @@ from integr8s_idem.records import Completion
 from integr8s_idem.stores.outbox import Claim, Waiting
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox, SqlTransaction
 from integr8s_idem.stores.sql.engine import writing
-from integr8s_idem.stores.sql.outbox import put
+from integr8s_idem.stores.sql.outbox_rows import put
 
 
 def _completes_outside() -> None:

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.kafka, pytest.mark.timeout(400)]
 CONCURRENT: Final = 4
 
 
-@pytest.mark.scenario(141)
+@pytest.mark.scenario(145)
 async def test_no_event_is_lost_or_silently_repeated_wherever_a_worker_dies(kafka: Kafka, redis_url: str) -> None:
     slots, figures = asyncio.Semaphore(CONCURRENT), Counter[str]()
 

@@ -22,7 +22,8 @@ from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
 from integr8s_idem.stores.sql.engine import reading, writing
 from integr8s_idem.stores.sql.migrations import migrate_in
-from integr8s_idem.stores.sql.outbox import SqlOutbox, put
+from integr8s_idem.stores.sql.outbox import SqlOutbox
+from integr8s_idem.stores.sql.outbox_rows import put
 from integr8s_idem.stores.sql.schema import VERSION, metadata
 from tests.support.dynamodb.server import DynamoServer
 

@@ -21,7 +21,7 @@ from integr8s_idem.doctor.permissions import access_of
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
 from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, settings_engine, sql_engine
-from integr8s_idem.stores.sql.outbox import put
+from integr8s_idem.stores.sql.outbox_rows import put
 from integr8s_idem.stores.sql.schema import VERSION
 from tests.support.doctor import Typed, codes, found_in_store
 from tests.support.mariadb import MariadbServer, missing_programs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from dishka.provider import BaseProvider
-from sqlalchemy import text
+from sqlalchemy import text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
@@ -33,8 +34,9 @@ from integr8s_idem.integrations.dishka import (
 )
 from integr8s_idem.stores.factory import open_store
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox, metadata, migrate, settings_engine, sql_engine
-from integr8s_idem.stores.sql.outbox import put
+from integr8s_idem.stores.sql.outbox_rows import put
 from integr8s_idem.stores.sql.schema import VERSION
+from integr8s_idem.stores.sql.schema import outbox as outbox_table
 from tests.support.doctor import codes, found_in, found_in_store
 from tests.support.postgres import PostgresServer
 
@@ -264,6 +266,28 @@ async def test_transactional_handlers_on_sqlite_have_no_findings(tmp_path: Path)
         await store.ping()
 
     assert (await check_application(bookings_platform, settings)).findings == []
+
+
+@pytest.mark.parametrize("age", [30, 90])
+async def test_events_that_no_relay_publishes_are_found_after_a_minute(tmp_path: Path, age: int) -> None:
+    settings = SqliteStoreSettings(kind="sqlite", path=str(tmp_path / "idem.db"))
+    engine = settings_engine(settings)
+    await migrate(engine)
+    async with engine.begin() as connection:
+        await put(connection, [Message("orders", b"k", b"{}", [], "1", "order")])
+        earlier = outbox_table.c.created_at - age * 1_000_000
+        await connection.execute(update(outbox_table).values(created_at=earlier))
+    await engine.dispose()
+
+    found = await found_in_store(settings)
+
+    if age < 60:
+        assert codes(found) == []
+        return
+    [waiting] = [finding for finding in found if finding.where == "outbox"]
+    assert (waiting.code, waiting.severity) == (Code.OUTBOX_WAITING, Severity.WARNING)
+    assert re.fullmatch(r"1 events wait, the oldest for (9\d|1\d\d) s", waiting.what)
+    assert "integr8s-idem relay" in waiting.remedy
 
 
 async def test_an_unavailable_store_is_reported_once_for_its_outbox(tmp_path: Path) -> None:

@@ -150,6 +150,9 @@ def test_the_rules_for_errors_of_each_handler_are_considered(
     )
     absent = {one["service"]: one["next_delivery"] for one in answer["absent"]}
     assert absent["fraud"] == "would be handled, as attempt 1 of at most 5"
+    by_key = shop.desk.explained(by_id, "--as", "key", *APP)["records"][0]
+    # A hashed key does not name its handler.
+    assert by_key["failure_rules"] == (None if hash_keys else record["failure_rules"])
     without = shop.desk.explained(by_id, "--as", "key")["records"][0]
     assert without["failure_rules"] is None
     assert without["next_delivery"].endswith("(to see the rules, use --app)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,18 +12,16 @@ import pytest
 from sqlalchemy import delete, select, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from integr8s_idem.config import KafkaSettings
-from integr8s_idem.errors import PublishError
 from integr8s_idem.events import Message
 from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, sql_engine
 from integr8s_idem.stores.sql.engine import writing
-from integr8s_idem.stores.sql.outbox import put
+from integr8s_idem.stores.sql.outbox_rows import put
 from integr8s_idem.stores.sql.schema import BUCKETS, buckets
 from integr8s_idem.stores.sql.schema import outbox as outbox_table
-from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.relay import Relay
 from tests.support.conditions import eventually
 from tests.support.databases import KINDS, url_of
+from tests.support.outboxes import Broker, relays
 
 MINUTE = timedelta(minutes=1)
 
@@ -39,25 +36,6 @@ async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     await engine.dispose()
 
 
-class Broker(EventPublisher):
-    """Keeps published messages; refuses IDs in `broken`, and all messages while `is_down`."""
-
-    def __init__(self) -> None:
-        super().__init__(KafkaSettings())
-        self.published: list[Message] = []
-        self.broken: set[str] = set()
-        self.is_down = False
-
-    async def send_message(self, message: Message) -> None:
-        await asyncio.sleep(0)
-        if self.is_down or message.event_id in self.broken:
-            raise PublishError(message.topic, "the broker is down")
-        self.published.append(message)
-
-    def ids(self, key: bytes | None = None) -> list[str]:
-        return [one.event_id for one in self.published if key in (None, one.key)]
-
-
 def message(number: int, key: bytes | None = b"k") -> Message:
     headers = (("event_id", b"\xff\x00"),)
     return Message("orders", key, f"body {number}".encode(), headers, f"event-{number}", "order_placed")
@@ -66,18 +44,6 @@ def message(number: int, key: bytes | None = b"k") -> Message:
 async def add_to_outbox(engine: AsyncEngine, *messages: Message) -> None:
     async with writing(engine) as connection:
         await put(connection, messages)
-
-
-@asynccontextmanager
-async def relays(engine: AsyncEngine, *brokers: Broker) -> AsyncIterator[list[SqlOutbox]]:
-    outboxes = [SqlOutbox(engine) for _ in brokers]
-    running = [Relay(box, broker, claim_seconds=60) for box, broker in zip(outboxes, brokers, strict=True)]
-    tasks = [asyncio.create_task(relay.run()) for relay in running]
-    yield outboxes
-    for relay, box in zip(running, outboxes, strict=True):
-        relay.stop()
-        box.notice()
-    await asyncio.gather(*tasks)
 
 
 async def test_messages_are_published_unchanged_in_the_order_of_their_rows(engine: AsyncEngine) -> None:
@@ -271,6 +237,24 @@ async def test_a_bucket_belongs_to_one_relay_until_its_claim_ends(engine: AsyncE
     assert len(await outbox.read(second)) == 2
 
 
+@pytest.mark.scenario(144)
+async def test_a_relay_that_stalled_beyond_its_claim_deletes_no_new_message(engine: AsyncEngine) -> None:
+    """SQLite gives the ids of deleted rows to new ones."""
+    outbox = SqlOutbox(engine)
+    await add_to_outbox(engine, message(1))
+    stalled = await outbox.claim(timedelta(0))
+    assert stalled is not None
+    [first] = await outbox.read(stalled)
+    successor = await outbox.claim(MINUTE)
+    assert successor is not None
+    assert await outbox.done(successor, [first.id], timedelta(0))
+    await add_to_outbox(engine, message(2))
+
+    assert not await outbox.done(stalled, [first.id], timedelta(0))
+
+    assert await outbox.count() == 1
+
+
 @pytest.mark.parametrize("engine", ["postgresql", "mysql"], indirect=True)  # SQLite has one writer at a time
 async def test_a_relay_claims_free_buckets_while_another_locks_the_rest(engine: AsyncEngine) -> None:
     await add_to_outbox(engine, *(message(number, f"key-{number}".encode()) for number in range(100)))
@@ -312,6 +296,44 @@ async def test_a_stopped_relay_publishes_pending_messages(engine: AsyncEngine) -
     await relay.run()
 
     assert broker.ids() == ["event-1"]
+
+
+async def test_draining_waits_for_the_messages_of_a_dead_relay(engine: AsyncEngine) -> None:
+    broker, outbox = Broker(), SqlOutbox(engine)
+    await add_to_outbox(engine, message(1))
+    assert await outbox.claim(timedelta(seconds=0.5)) is not None  # and it dies here
+
+    is_empty = await Relay(outbox, broker, claim_seconds=60).drain()
+
+    assert is_empty
+    assert broker.ids() == ["event-1"]
+
+
+async def test_draining_ends_when_a_message_cannot_be_published(engine: AsyncEngine) -> None:
+    broker, outbox = Broker(), SqlOutbox(engine)
+    broker.broken = {"event-1"}
+    await add_to_outbox(engine, message(1), message(2), message(3, b"other"))
+    relay = Relay(outbox, broker, claim_seconds=60)
+
+    is_empty = await relay.drain()
+
+    assert not is_empty
+    assert broker.ids() == ["event-3"]
+    assert (relay.published, relay.failures) == (1, 1)
+
+
+async def test_draining_can_be_stopped_while_another_relay_has_the_messages(engine: AsyncEngine) -> None:
+    broker, outbox = Broker(), SqlOutbox(engine)
+    await add_to_outbox(engine, message(1))
+    assert await outbox.claim(MINUTE) is not None
+    relay = Relay(outbox, broker, claim_seconds=60)
+    draining = asyncio.create_task(relay.drain())
+
+    relay.stop()
+    outbox.notice()
+
+    assert not await draining
+    assert broker.ids() == []
 
 
 async def test_messages_can_be_large_and_have_names_in_any_script(engine: AsyncEngine) -> None:

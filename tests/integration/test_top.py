@@ -18,16 +18,19 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from examples.billing.handlers import OrderPlaced
 from integr8s_idem import EventPublisher
 from integr8s_idem.cli.app import app
+from integr8s_idem.cli.top_table import fleet_table
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.embedded.discovery import announced_servers
 from integr8s_idem.operations.fleet import Figures, Fleet, ServiceRow, WorkerSnapshot
@@ -99,6 +102,24 @@ async def test_polls_return_counts_and_rates() -> None:
     assert (figures.lag, figures.in_flight, figures.lag_is_growing) == (7, 3, True)
     assert figures.rate(Signal.HANDLED) == pytest.approx(15 * (figures.rate(Signal.DUPLICATE_BLOCKED) or 0))
     assert (figures.rate(Signal.HANDLED) or 0) > 1
+
+
+@pytest.mark.parametrize("age", [2, 90])
+async def test_the_outbox_and_its_failures_are_shown(age: int) -> None:
+    process = Process()
+    async with process.served() as endpoints:
+        process.observer.measure(Gauge.OUTBOX_WAITING, 1_200)
+        process.observer.measure(Gauge.OUTBOX_AGE, age)
+        process.observer.count(Signal.OUTBOX_FAILURE, "order_placed", 3)
+
+        snapshot = await watched(endpoints.port).poll()
+
+    page = StringIO()
+    Console(file=page, width=120).print(fleet_table(snapshot, 120))
+    [service] = snapshot.as_json()["services"].values()
+    assert (service["outbox_waiting"], service["outbox_age_seconds"]) == (1_200, age)
+    assert service["errors_by_kind"] == {"outbox_failures": 3}
+    assert f"1,200 events wait in the outbox, the oldest for {age} s" in page.getvalue()
 
 
 async def test_the_reason_why_a_service_is_not_ready_is_shown() -> None:

@@ -95,7 +95,7 @@ async def test_later_orders_are_charged_while_one_waits_for_its_retry(shop: Shop
     assert dict(copy.headers)["idempotency-retry-signature"]
 
 
-@pytest.mark.scenario(142)
+@pytest.mark.scenario(146)
 async def test_without_its_retry_topic_an_order_is_charged_in_place_when_it_is_due(
     topic_prefix: str, redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,7 +124,7 @@ async def test_without_its_retry_topic_an_order_is_charged_in_place_when_it_is_d
         await asyncio.to_thread(broker.kill)
 
 
-@pytest.mark.scenario(142)
+@pytest.mark.scenario(146)
 async def test_a_copy_that_the_broker_refuses_as_too_large_waits_in_place(shop: Shop) -> None:
     await shop.kafka.create_topics({retry_topic(shop, "2s"): 1}, {"max.message.bytes": "200"})
     flaky = Flaky(shop, 1.5, "0")
@@ -138,7 +138,7 @@ async def test_a_copy_that_the_broker_refuses_as_too_large_waits_in_place(shop: 
     assert flaky.pause("0") >= 1.5
 
 
-@pytest.mark.scenario(143)
+@pytest.mark.scenario(147)
 async def test_another_worker_takes_over_the_copies_that_wait(shop: Shop) -> None:
     await create_retry_topics(shop, *TIERS)
     flaky = Flaky(shop, 4, *(str(number) for number in range(10)))

@@ -30,6 +30,7 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "http": ("integrations.asgi", "integrations.openapi", "integrations.httpx"),
     "faststream": ("integrations.faststream",),
     "dishka": ("integrations.dishka",),
+    "outbox": ("integrations.sqlalchemy",),
     "messages": ("codecs", "keys.fingerprints"),
     "failures": ("failures",),
     "records": ("records", "engine.work"),

@@ -198,6 +198,22 @@ def test_a_duplicate_payment_is_booked_once_in_the_handlers_transaction() -> Non
     ]
 
 
+def test_a_nightly_job_that_runs_twice_has_each_invoice_mailed_once() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "examples.nightly_invoices"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    failed, *mails, handled = ran.stdout.splitlines()
+    assert failed == "job: the disk is full, nothing is published"
+    assert sorted(mails) == ["mail: invoice of order 7", "mail: invoice of order 8"]  # of two keys, so in any order
+    assert handled == "mails: 2 handled, 2 duplicates blocked"
+
+
 def test_events_are_retried_discarded_and_dead_lettered_by_their_errors() -> None:
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-m", "examples.failures"], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -18,20 +18,26 @@ class ServiceProcess:
     """`python -m integr8s_idem run ...` in its own process group, with its output in `log`.
 
     Args:
-        arguments: Arguments of `run`: the application, `--service`, `--settings` and so on.
+        arguments: Arguments of the command: the application, `--service`, `--settings` and so on.
         log: File that its output is appended to, so that restarts can share it.
         env: Additional environment variables.
         folder: Working folder; that of this process by default.
+        command: Another command than `run`.
     """
 
     def __init__(
-        self, *arguments: str, log: Path, env: Mapping[str, str] | None = None, folder: Path | None = None
+        self,
+        *arguments: str,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        command: str = "run",
     ) -> None:
         self.log = log
         with log.open("ab") as output:
             self._said_before = output.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "integr8s_idem", "run", *arguments],
+                [sys.executable, "-m", "integr8s_idem", command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

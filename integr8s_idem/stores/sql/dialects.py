@@ -47,6 +47,8 @@ class Dialect:
     """Hint to find rows by expiry, for the same databases."""
     continues_after_abort: bool = False
     """Whether the database accepts statements after it aborted a transaction, and runs them in a new one."""
+    reuses_ids: bool = False
+    """Whether a new row may get the id of a deleted one."""
     ddl_commits: bool = False
     """Whether DDL commits the transaction, so that a migration can be interrupted halfway."""
 
@@ -118,5 +120,6 @@ _DIALECTS: Final = {
         identity_sql="lower(hex(randomblob(16)))",
         size_sql="SELECT max(rowid) FROM idempotency_records",
         time_parameters=_local_time,
+        reuses_ids=True,
     ),
 }

@@ -14,7 +14,8 @@ from integr8s_idem.events import Message
 from integr8s_idem.records import Completion
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.errors import abort_reason, guarded_in_transaction
-from integr8s_idem.stores.sql.outbox import SqlOutbox, put
+from integr8s_idem.stores.sql.outbox import SqlOutbox
+from integr8s_idem.stores.sql.outbox_rows import put
 from integr8s_idem.stores.sql.repository import JoinedSqlRepository, SqlIdempotencyRepository
 from integr8s_idem.stores.sql.savepoints import SET_MARK, release_mark
 from integr8s_idem.stores.sql.transaction_state import refuse_unbegun, refuse_unbegun_statements

@@ -67,6 +67,7 @@ MIGRATIONS: Final = (
     Migration(1, "add records and the outbox"),
     Migration(2, "count lapsed attempts in records"),
     Migration(3, "keep the trace of the previous attempt in records"),
+    Migration(4, "note when messages of the outbox were written"),
 )
 
 

@@ -7,26 +7,25 @@ of one Kafka key are in one bucket, and only one relay at a time claims a bucket
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import secrets
-import zlib
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
-from sqlalchemy import Executable, Update, delete, exists, func, insert, select, text, update
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy import Executable, Update, case, delete, exists, func, select, text, update
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from integr8s_idem.diagnostics import Code
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import Message
-from integr8s_idem.stores.outbox import Claim, Waiting
+from integr8s_idem.stores.outbox import Backlog, Claim, Waiting
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import autocommit, reading, writing
 from integr8s_idem.stores.sql.errors import MIGRATE, guarded
-from integr8s_idem.stores.sql.rows import escaped, microseconds, unescaped
+from integr8s_idem.stores.sql.outbox_hints import has_hints, hear_hints
+from integr8s_idem.stores.sql.outbox_rows import insertion, waiting
+from integr8s_idem.stores.sql.rows import microseconds
 from integr8s_idem.stores.sql.schema import BUCKETS, buckets, outbox
 from integr8s_idem.stores.sql.sqlite_engine import handler_turn
 
@@ -36,13 +35,8 @@ PAGE: Final = 500
 _row = outbox.c
 
 
-async def put(connection: AsyncConnection, messages: Sequence[Message]) -> None:
-    """Write `messages` in the transaction of `connection`.  Messages with the same key are published in this order."""
-    await connection.execute(insert(outbox), [_row_of(message) for message in messages])
-
-
 class SqlOutbox:
-    """`Outbox` in the tables of the store."""
+    """`OutboxStore` in the tables of the store."""
 
     def __init__(self, engine: AsyncEngine, *, timeout: timedelta = timedelta(seconds=5)) -> None:
         self._engine = engine
@@ -56,6 +50,13 @@ class SqlOutbox:
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         return handler_turn(self._engine)
+
+    @property
+    def has_hints(self) -> bool:
+        return has_hints(self._engine)
+
+    async def hear_hints(self) -> None:
+        await hear_hints(self._engine, self.notice)
 
     async def arrived(self, at_most: float) -> None:
         with suppress(TimeoutError):
@@ -94,7 +95,7 @@ class SqlOutbox:
             guarded("read", self._timeout, self._dialect.name),
             autocommit(self._engine, reads_only=True) as connection,
         ):
-            return [_waiting(row) for row in await connection.execute(query)]
+            return [waiting(row) for row in await connection.execute(query)]
 
     async def done(self, claim: Claim, ids: Sequence[int], length: timedelta) -> bool:
         now, times = self._dialect.now, self._dialect.time_parameters()
@@ -104,11 +105,15 @@ class SqlOutbox:
             guarded("done", self._timeout, self._dialect.name),
             writing(self._engine) as connection,
         ):
-            if ids:
+            if ids and not self._dialect.reuses_ids:
                 # These are published, even if another relay owns the bucket by now.
                 await connection.execute(self._delete_rows(sorted(ids)))
             extended = await connection.execute(claimed.values(claimed_until=now + microseconds(length)), times)
-            return bool(extended.rowcount == len(claim.buckets))
+            is_held = bool(extended.rowcount == len(claim.buckets))
+            if ids and is_held and self._dialect.reuses_ids:
+                # Otherwise another relay has deleted them, and new messages may have their ids.
+                await connection.execute(self._delete_rows(sorted(ids)))
+            return is_held
 
     def _update_buckets(self, found: Sequence[int]) -> Update:
         change = update(buckets).where(buckets.c.bucket.in_(found))
@@ -143,52 +148,26 @@ class SqlOutbox:
         ):
             return int((await connection.execute(select(func.count()).select_from(outbox))).scalar_one())
 
+    async def backlog(self) -> Backlog:
+        now, times = self._dialect.now, self._dialect.time_parameters()
+        # Rows of earlier versions have no time.
+        oldest = func.min(case((_row.created_at > 0, _row.created_at)))
+        query = select(func.count(), oldest, now).select_from(outbox)
+        async with (
+            guarded("count", self._timeout, self._dialect.name),
+            autocommit(self._engine, reads_only=True) as connection,
+        ):
+            count, since, at = (await connection.execute(query, times)).one()
+        return Backlog(count, timedelta(microseconds=max(0, at - since)) if since is not None else timedelta(0))
+
     async def tried(self) -> None:
-        row = _row_of(Message("doctor", None, b"", [], secrets.token_hex(16), "doctor"))
+        statement, [row] = insertion(
+            self._dialect.name, [Message("doctor", None, b"", [], secrets.token_hex(16), "doctor")]
+        )
         inserted = select(_row.id).where(_row.bucket == row["bucket"], _row.event_id == row["event_id"])
         unchanged = self._update_buckets([row["bucket"]]).values(claimed_until=buckets.c.claimed_until)
         async with guarded("try", self._timeout, self._dialect.name), self._engine.connect() as connection:
-            await connection.execute(insert(outbox), [row])
+            await connection.execute(statement, [row])
             await connection.execute(unchanged)
             await connection.execute(self._delete_rows((await connection.scalars(inserted)).all()))
             await connection.rollback()
-
-
-def _row_of(message: Message) -> dict[str, Any]:
-    pairs = [[name, base64.b64encode(value).decode()] for name, value in message.headers]
-    return {
-        "bucket": zlib.crc32(message.key or message.topic.encode()) % BUCKETS,
-        "event_id": escaped(message.event_id),
-        "event_type": message.event_type,
-        "topic": message.topic,
-        "message_key": message.key,
-        "value": message.value,
-        "headers": json.dumps(pairs).encode(),
-    }
-
-
-def _waiting(row: Any) -> Waiting:
-    """Read a row.  A corrupt row still has the topic and key, so that it blocks later messages of its key."""
-    topic, key = str(row.topic), _key_of(row)
-    try:
-        value, event_id = bytes(memoryview(row.value)), unescaped(row.event_id)
-        return Waiting(row.id, Message(topic, key, value, _headers(row), event_id, row.event_type))
-    except _UNREADABLE as error:
-        fault = f"its columns do not hold a valid message ({type(error).__name__}: {error})"
-        return Waiting(row.id, Message(topic, key, b"", [], str(row.event_id), str(row.event_type)), fault)
-
-
-_UNREADABLE: Final = (AttributeError, LookupError, TypeError, ValueError, RecursionError)
-"""Errors raised by values that this code never writes."""
-
-
-def _key_of(row: Any) -> bytes | None:
-    key = row.message_key
-    return key if key is None or isinstance(key, bytes) else str(key).encode()
-
-
-def _headers(row: Any) -> list[tuple[str, bytes]]:
-    headers = [(name, base64.b64decode(value)) for name, value in json.loads(bytes(row.headers))]
-    if not all(isinstance(name, str) for name, _ in headers):
-        raise TypeError("the name of a header is not text")
-    return headers

@@ -6,7 +6,8 @@ sorts, and that fences are derived from.  External text is stored as ASCII with 
 settled; `lapsed` counts attempts whose lease expired, `lapsed_alone` those of them that ran alone in their process, as
 `alone` says of the current one.  These three columns are valid only if `history_fence` equals `fence`: workers of
 version 1 take a row over without updating them.  `previous_trace` is the trace of the attempt that the current one took
-the row over from; null if there was none.  `headers` is JSON, pairs of a name and Base64.
+the row over from; null if there was none.  `headers` is JSON, pairs of a name and Base64.  `created_at` of a message is
+0 if a worker of version 3 or earlier wrote it.
 
 A row in processing whose `token` is 16 zero bytes belongs to nobody: the work is scheduled, and to be tried again when
 `lease_until` has passed.  Later versions may add columns with defaults.
@@ -39,7 +40,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import mysql
 from sqlalchemy.types import TypeEngine
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Version of the schema that this code reads and writes."""
 
 COMPATIBLE_VERSION: Final = 1
@@ -146,6 +147,7 @@ outbox: Final = Table(
     Column("message_key", _BODY),
     Column("value", _BODY, nullable=False),
     Column("headers", _BODY, nullable=False),
+    Column("created_at", BigInteger, nullable=False, server_default=text("0")),
     Index("idempotency_outbox_bucket", "bucket", "id"),
     **_INNODB,
 )

@@ -9,10 +9,14 @@ from sqlalchemy import Index, Table, inspect
 from sqlalchemy.engine import Connection
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from integr8s_idem.stores.sql.schema import COMPATIBLE_VERSION, VERSION, metadata, records
+from integr8s_idem.stores.sql.schema import COMPATIBLE_VERSION, VERSION, metadata, outbox, records
 
-ADDED_COLUMNS: Final = {2: ("lapsed", "lapsed_alone", "alone", "history_fence"), 3: ("previous_trace",)}
-"""The columns of records that each migration adds."""
+ADDED_COLUMNS: Final = {
+    2: (records, ("lapsed", "lapsed_alone", "alone", "history_fence")),
+    3: (records, ("previous_trace",)),
+    4: (outbox, ("created_at",)),
+}
+"""The columns that each migration adds, and their table."""
 
 
 def missing_tables(connection: Connection) -> list[str]:
@@ -40,8 +44,8 @@ def missing_ddl(connection: Connection) -> Iterator[CreateTable | CreateIndex]:
 def version_by_columns(connection: Connection) -> int:
     """Return the version of a schema that `COMPATIBLE_VERSION` can work with, by the columns that it has."""
     missing = missing_columns(connection)
-    for version, columns in ADDED_COLUMNS.items():
-        if any(f"{records.name}.{column}" in missing for column in columns):
+    for version, (table, columns) in ADDED_COLUMNS.items():
+        if any(f"{table.name}.{column}" in missing for column in columns):
             return version - 1
     return COMPATIBLE_VERSION if missing else VERSION
 

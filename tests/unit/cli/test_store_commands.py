@@ -60,7 +60,8 @@ def test_tables_are_created_once() -> None:
     assert (first.exit_code, first.stdout) == (
         0,
         "version 1: add records and the outbox\nversion 2: count lapsed attempts in records\n"
-        "version 3: keep the trace of the previous attempt in records\ndone\n",
+        "version 3: keep the trace of the previous attempt in records\n"
+        "version 4: note when messages of the outbox were written\ndone\n",
     )
     assert tables() == {table.name for table in metadata.tables.values()}
     assert json.loads(again.stdout) == {"kind": "sqlite", "migrated": []}
@@ -89,11 +90,11 @@ def test_the_sql_from_a_version_is_that_of_later_versions() -> None:
 
 
 def test_sql_from_the_current_version_is_refused() -> None:
-    refused = typed("sql", "--from", "3")
+    refused = typed("sql", "--from", "4")
 
     assert refused.exit_code == 2
-    assert "cannot migrate the schema from version 3 to 3" in message(refused)
-    assert "use a version from 0 (no tables) to 2" in message(refused)
+    assert "cannot migrate the schema from version 4 to 4" in message(refused)
+    assert "use a version from 0 (no tables) to 3" in message(refused)
 
 
 def test_only_expired_records_are_purged() -> None:
@@ -112,8 +113,8 @@ def test_an_unknown_newer_schema_is_not_purged() -> None:
     purged, migrated = typed("purge"), typed("migrate")
 
     assert (purged.exit_code, migrated.exit_code) == (1, 1)
-    assert "the store refuses purge: the schema has version 9, this code supports 3" in message(purged)
-    assert "the store refuses migrate: the schema has version 9, this code supports 3" in message(migrated)
+    assert "the store refuses purge: the schema has version 9, this code supports 4" in message(purged)
+    assert "the store refuses migrate: the schema has version 9, this code supports 4" in message(migrated)
     assert query("SELECT count(*) FROM idempotency_records") == [(3,)]
 
 

@@ -100,6 +100,7 @@ def test_histograms_are_added_bucket_by_bucket() -> None:
         (Gauge.STORE_UP, (1, 0), 0),
         (Gauge.KEYS_ACTIVE, (9, 8), 9),
         (Gauge.OUTBOX_WAITING, (2, 3), 3),
+        (Gauge.OUTBOX_AGE, (2.5, 3), 3),
         (Gauge.EVENT_LOOP_LAG, (0.5, 0.1), 0.5),
         (Gauge.NATIVE_CODE, (1, 0), 0),
     ],

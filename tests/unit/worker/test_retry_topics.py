@@ -144,7 +144,7 @@ def are_settled_of_retries(broker: FakeBroker) -> bool:
     return all(broker.committed.get(at, 0) == broker.end(at) for at in broker.logs if ".dlq" not in at.topic)
 
 
-@pytest.mark.scenario(144)
+@pytest.mark.scenario(148)
 @virtual_time
 async def test_an_event_is_not_retried_for_ever_if_its_record_expires_each_time() -> None:
     here, depot = guarded(max_attempts=3), Depot(errors={0: later(*[30] * 20)})

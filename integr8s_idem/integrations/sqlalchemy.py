@@ -1,0 +1,249 @@
+"""Publish events from plain code, in its own SQLAlchemy transaction: endpoints, cron jobs, scripts.
+
+    outbox = Outbox(settings, service="shop")            # once per process
+
+    async with session.begin():
+        session.add(order)
+        async with outbox(session) as out:
+            out.publish(OrderPlaced(order_id=order.id))
+
+The events are rows of the outbox until a relay has published them: that of a worker, or `integr8s-idem relay`.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, overload
+
+from integr8s_idem._util.context_vars import RUN
+from integr8s_idem.config import Settings
+from integr8s_idem.config.message_text import lacking
+from integr8s_idem.errors import ApplicationError, EventTooLargeError
+from integr8s_idem.events import BaseEvent, Message, derived_event_id
+from integr8s_idem.telemetry import Observer
+from integr8s_idem.worker.publisher import EventPublisher
+
+try:
+    from sqlalchemy.engine import Connection, Engine
+    from sqlalchemy.exc import DBAPIError
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
+    from sqlalchemy.orm import Session, scoped_session
+
+    from integr8s_idem.stores.sql.errors import translate_in_transaction
+    from integr8s_idem.stores.sql.outbox_rows import put_with_hint
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(lacking(__name__, "sql", error), name=error.name) from error
+
+if TYPE_CHECKING:
+    from integr8s_idem.engine.active_runs import ActiveRun
+
+__all__ = ["AsyncOutboxBlock", "Outbox", "OutboxBlock", "OutgoingEvents"]
+
+AsyncHeld: TypeAlias = "AsyncSession | AsyncConnection | async_scoped_session[Any]"
+SyncHeld: TypeAlias = "Session | Connection | scoped_session[Any]"
+
+_ENDED: Final = "this block of the outbox has ended, so the event would be lost: publish within the block"
+
+
+class Outbox:
+    """Writes events in transactions of the application.  One object serves the whole process; it opens nothing."""
+
+    def __init__(self, settings: Settings, *, service: str, observer: Observer | None = None) -> None:
+        """
+        Args:
+            settings: Names topics (`kafka.topic_prefix`) and limits the size of events, as for workers.
+            service: Name of the publishing service, in the metadata of events and in ids derived from `id_from`.
+            observer: Adds the headers of the current trace; by default, one that does so if the process has an SDK.
+
+        Raises:
+            ApplicationError: `service` is empty.
+        """
+        if not service:
+            raise ApplicationError("an outbox needs the name of the service that publishes")
+        self._messages = EventPublisher(settings.kafka, observer)  # only encodes, and never connects
+        self._limit = settings.kafka.max_event_bytes
+        self._service = service
+
+    @overload
+    def __call__(self, held: AsyncHeld) -> AsyncOutboxBlock: ...
+
+    @overload
+    def __call__(self, held: SyncHeld) -> OutboxBlock: ...
+
+    def __call__(self, held: Any) -> AsyncOutboxBlock | OutboxBlock:
+        """Return a block that writes its events in the current transaction of `held` when it ends without an error.
+
+        Nothing is committed: the events exist if and when you commit.  If no transaction has begun, the write begins
+        one.  `async with` for an asynchronous session or connection, `with` for a synchronous one.
+
+        Raises:
+            ApplicationError: `held` is not a session or a connection.
+        """
+        events = OutgoingEvents(self._messages, self._service, self._limit)
+        if isinstance(held, AsyncSession | AsyncConnection | async_scoped_session):
+            return AsyncOutboxBlock(held, events)
+        if isinstance(held, Session | Connection | scoped_session):
+            return OutboxBlock(held, events)
+        hint = ", whose transaction is unknown" if isinstance(held, Engine | AsyncEngine) else ""
+        raise ApplicationError(
+            f"an outbox writes with a session or a connection of SQLAlchemy, not with {type(held).__name__}{hint}: "
+            "pass the one that your own writes use"
+        )
+
+
+class OutgoingEvents:
+    """The events of one block, in the order of the calls."""
+
+    def __init__(self, publisher: EventPublisher, service: str, limit: int) -> None:
+        self._publisher = publisher
+        self._service = service
+        self._limit = limit
+        self.messages: list[Message] = []
+        """The encoded events."""
+        self.has_ended = False
+        """Whether the block has ended, so that further events are refused."""
+
+    def publish(self, event: BaseEvent, *, id_from: str | None = None) -> str:
+        """Publish `event` once the transaction has committed, and return its id.
+
+        The id is stored with the event, so however often a relay sends it, consumers recognize the duplicates.  It is
+        the one that you set; or derived from `id_from`; or, within a guarded run, derived from the key of the run and
+        the order of the calls in it, so that another run publishes the same ids; otherwise random.
+
+        Args:
+            event: Its `aggregate_id` is the Kafka key, within which order is kept.
+            id_from: Identifies what happened, such as an order number, among events of this service and type.
+
+        Raises:
+            EventError: The event contains NaN or infinity.
+            EventTooLargeError: The event is larger than `max_event_bytes`.
+            ApplicationError: The block has ended, or the event has both an id and `id_from`.
+        """
+        if self.has_ended:
+            raise ApplicationError(_ENDED)
+        own = event.metadata
+        metadata = own.model_copy(update={"service_name": own.service_name or self._service})
+        event_id = self._id_of(event, id_from)
+        message = self._publisher.message(event.model_copy(update={"event_id": event_id, "metadata": metadata}))
+        self._refuse_too_large(message)
+        self.messages.append(message)
+        return event_id
+
+    def _refuse_too_large(self, message: Message) -> None:
+        # The broker would refuse it each time, and the later events of its Kafka key would wait for ever.
+        headers = sum(len(name) + len(value) for name, value in message.headers)
+        size = len(message.value) + len(message.key or b"") + headers
+        if size > self._limit:
+            raise EventTooLargeError(message.topic, size, self._limit)
+
+    def _id_of(self, event: BaseEvent, id_from: str | None) -> str:
+        if "event_id" in event.model_fields_set:
+            if id_from is not None:
+                raise ApplicationError(f"{type(event).__name__} has the event_id {event.event_id}: remove id_from=")
+            return event.event_id
+        if id_from is not None:
+            if not id_from:
+                raise ApplicationError("id_from= is empty: all such events would have one id")
+            return derived_event_id(f"outbox:{self._service}:{event.event_type}:{id_from}", 0)
+        run: ActiveRun | None = RUN.get()
+        if run is None or run.is_over:
+            return event.event_id
+        # Apart from those of `Outgoing`, which counts its own calls.
+        return derived_event_id(f"{run.attempt.key}#outbox", run.next_outbox_index())
+
+
+class _Block:
+    def __init__(self, events: OutgoingEvents) -> None:
+        self._events = events
+        self._is_used = False
+
+    def _begin(self) -> OutgoingEvents:
+        if self._is_used:
+            raise ApplicationError("a block of the outbox is used once: call outbox(session) for each block")
+        self._is_used = True
+        return self._events
+
+    def _end(self, error: BaseException | None) -> list[Message]:
+        """Refuse further events, and return those to write."""
+        self._events.has_ended = True
+        return self._events.messages if error is None else []
+
+
+class AsyncOutboxBlock(_Block):
+    """`async with outbox(session) as out`: writes the events of the block at its end, unless it raises an error."""
+
+    def __init__(self, held: AsyncHeld, events: OutgoingEvents) -> None:
+        super().__init__(events)
+        self._held = held
+
+    async def __aenter__(self) -> OutgoingEvents:
+        """Begin the block.
+
+        Raises:
+            ApplicationError: It was used before.
+        """
+        return self._begin()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write the events, if there are any and the block has succeeded.
+
+        Raises:
+            ApplicationError: The connection commits each statement on its own.
+            StoreError: The tables of the outbox are missing or of another version, or the database does not answer.
+            TransactionAbortedError: The database aborted the transaction.
+        """
+        if messages := self._end(error):
+            held = self._held
+            connection = held if isinstance(held, AsyncConnection) else await held.connection()
+            await connection.run_sync(_write, messages)
+
+
+class OutboxBlock(_Block):
+    """`with outbox(session) as out`: `AsyncOutboxBlock` for synchronous sessions and connections."""
+
+    def __init__(self, held: SyncHeld, events: OutgoingEvents) -> None:
+        super().__init__(events)
+        self._held = held
+
+    def __enter__(self) -> OutgoingEvents:
+        """Begin the block.
+
+        Raises:
+            ApplicationError: It was used before.
+        """
+        return self._begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write the events, with the errors of `AsyncOutboxBlock`."""
+        if messages := self._end(error):
+            held = self._held
+            _write(held if isinstance(held, Connection) else held.connection(), messages)
+
+
+def _write(connection: Connection, messages: list[Message]) -> None:
+    _refuse_autocommit(connection)
+    try:
+        put_with_hint(connection, messages)
+    except DBAPIError as error:
+        raise translate_in_transaction("publish", error, connection.dialect.name) from error
+
+
+def _refuse_autocommit(connection: Connection) -> None:
+    """Check that a rollback undoes what `connection` writes."""
+    commits = connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT"
+    if connection.dialect.name == "sqlite":
+        if not connection.in_transaction():
+            connection.begin()
+        driver: Any = connection.connection.driver_connection
+        # Without an isolation level, the driver begins no transaction; the engine must have done it.
+        commits = commits or (driver.isolation_level is None and not driver.in_transaction)
+    if commits:
+        raise ApplicationError(
+            "this connection commits each statement on its own, so events would be published even if your transaction "
+            "is rolled back: use a connection without AUTOCOMMIT, and for SQLite an engine of "
+            "integr8s_idem.stores.sql.sql_engine, or one that emits BEGIN as SQLAlchemy's documentation shows"
+        )
