@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 from integr8s_idem.records import (
+    NOBODY,
     Completed,
     Completion,
     Failed,
@@ -23,10 +24,12 @@ from integr8s_idem.records import (
     Previous,
     Reserved,
     ReserveRequest,
+    Scheduled,
     StoreHealth,
     Verdict,
     is_other_payload,
 )
+from integr8s_idem.stores import NO_DELAY
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 PROCESSING = IdempotencyStatus.PROCESSING
@@ -77,8 +80,10 @@ class DictStore:
             return self._keep(request, row, now)
         if record.lease_until is not None and record.lease_until > now:
             left = record.lease_until - now
-            return InProgress(key=request.key, attempt=record.attempt, retry_after=left, owner=record.owner)
-        previous = Previous.RELEASED if record.lease_until is None else Previous.LAPSED
+            pending = Scheduled if record.is_scheduled else InProgress
+            return pending(key=request.key, attempt=record.attempt, retry_after=left, owner=record.owner)
+        released = record.lease_until is None or record.is_scheduled
+        previous = Previous.RELEASED if released else Previous.LAPSED
         return self._take(request, now, record, previous)
 
     def _take(
@@ -136,14 +141,31 @@ class DictStore:
         self._write(row, replace(row.record, lease_until=until, expires_at=expires_at))
         return True
 
-    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
+    async def release(
+        self, reservations: Sequence[Reserved], *, delay: timedelta = NO_DELAY, retention: timedelta = NO_DELAY
+    ) -> list[bool]:
         with self._lock:
             now = self._clock()
+            if delay > NO_DELAY:
+                return [self._schedule(reservation, now, delay, retention) for reservation in reservations]
             rows = [self._owned(reservation, now) for reservation in reservations]
             for row in rows:
                 if row is not None:
                     self._write(row, replace(row.record, lease_until=None))
             return [row is not None for row in rows]
+
+    def _schedule(self, reservation: Reserved, now: datetime, delay: timedelta, retention: timedelta) -> bool:
+        if self._owned(replace(reservation, token=NOBODY), now) is not None:
+            return True  # a retry after a lost response: it is scheduled already
+        row = self._owned(reservation, now)
+        if row is None:
+            return False
+        until = now + min(delay, LONGEST)
+        expires_at = max(row.expires_at, until + min(retention, LONGEST))
+        record = replace(row.record, lease_until=until, expires_at=expires_at, is_scheduled=True)
+        # Its owner has given it up, and can write no more.
+        self._rows[record.key] = replace(row, record=record, token=NOBODY)
+        return True
 
     async def complete(self, completions: Sequence[Completion]) -> list[bool]:
         return self._settle(completions, IdempotencyStatus.COMPLETED)

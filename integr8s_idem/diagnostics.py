@@ -79,6 +79,10 @@ class Code(str, Enum):
     DEAD_LETTER_SMALLER = "dead-letter-topic-smaller"
     DEAD_LETTER_SHORTER = "dead-letter-topic-shorter"
     DEAD_LETTER_COMPACTED = "dead-letter-topic-compacted"
+    RETRY_TOPICS_SEEN = "retry-topics-seen"
+    RETRY_TOPIC_MISSING = "retry-topic-missing"
+    RETRY_TOPIC_LOSES = "retry-topic-loses-copies"
+    RETRY_TOPIC_RETIRED = "retry-topic-retired"
     SESSION_TIMEOUT = "session-timeout-out-of-bounds"
 
 

@@ -3,7 +3,8 @@
 IdempotencyError
 ├── KeyReusedError              one key, two payloads: a bug in the producer or in the key
 ├── InProgressError             another worker is doing this work; its outcome is unknown   (retryable)
-│   └── IdempotencyConflictError    the same, after the longest wait
+│   ├── IdempotencyConflictError    the same, after the longest wait
+│   └── ScheduledError              an attempt failed, and the next one is not due yet
 ├── PreviouslyFailedError       this work was given up earlier; its record blocks it
 ├── DiscardedError              a rule discarded this work earlier; its record blocks it
 ├── ServiceStoppedError         a rule stops the service because of an error of a handler
@@ -162,6 +163,17 @@ class IdempotencyConflictError(InProgressError):
             f"{self.key} is still being worked on by {self.owner or 'another worker'} (attempt {self.attempt}) after a "
             f"wait of {_seconds(self.waited)}; its lease ends in {_seconds(self.retry_after)}. Ask again then, or wait "
             f"longer."
+        )
+
+
+@_with_fields
+class ScheduledError(InProgressError):
+    """An attempt failed, and the next one is scheduled for later: do not acknowledge the delivery."""
+
+    def _message(self) -> str:
+        return (
+            f"{self.key} failed at attempt {self.attempt}, and its next attempt is scheduled in "
+            f"{_seconds(self.retry_after)}. Ask again then."
         )
 
 

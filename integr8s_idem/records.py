@@ -3,7 +3,7 @@
     absent ──reserve──► processing(attempt 1) ──complete──► completed ──ttl──► absent
                           │   ▲                └──fail────► failed ────ttl──► absent
                           │   └── lease ended, reserve: attempt + 1, new token (one winner)
-                          └── release: the lease ends now
+                          └── release: the lease ends now; with a delay: scheduled, nobody has it until then
 
 The diagram shows the states of one key.  Every arrow is one atomic step of the store, by the store's clock.
 """
@@ -22,10 +22,10 @@ JSON: Final = "application/json"
 _FIELD_SET_BYTES: Final = 4
 
 NOBODY: Final = bytes(16)
-"""Token of a record in processing that nobody holds, although its lease has not ended.
+"""Token of a record in processing that nobody holds, although its lease has not ended: the work is scheduled.
 
-Later versions write it for work that is scheduled: it is to be tried again when the lease ends.  This version answers
-`InProgress` until then.  An attempt that takes it over afterwards follows one that released the key, not a crash.
+It is to be tried again when the lease ends.  Until then, the answer is `Scheduled`; version 0.2.0 answers `InProgress`.
+An attempt that takes it over afterwards follows one that released the key, not a crash.
 """
 
 
@@ -146,6 +146,20 @@ class InProgress:
 
 @quick
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduled:
+    """An attempt failed, and the next one may not begin before `retry_after` has passed; nobody holds the key."""
+
+    key: str
+    attempt: int
+    """Number of the attempt that failed."""
+    retry_after: timedelta
+    """Time until the work is due, by the store's clock."""
+    owner: str = ""
+    """Who scheduled it."""
+
+
+@quick
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
     """The work is done; `result` is its result."""
 
@@ -188,7 +202,10 @@ class Corrupt:
     reason: str
 
 
-Verdict: TypeAlias = Reserved | InProgress | Completed | Failed | KeyReused | Corrupt
+Pending: TypeAlias = InProgress | Scheduled
+"""A verdict on work whose outcome is not known yet: ask again after `retry_after`."""
+
+Verdict: TypeAlias = Reserved | Pending | Completed | Failed | KeyReused | Corrupt
 """The answer to `reserve`."""
 
 
@@ -224,7 +241,7 @@ class IdempotencyRecord:
     attempt: int
     fence: int
     lease_until: datetime | None = None
-    """While processing: when the lease ends; `None` once released."""
+    """While processing: when the lease ends, or scheduled work is due; `None` once released."""
     settled_at: datetime | None = None
     """When it was completed or failed."""
     expires_at: datetime | None = None
@@ -242,6 +259,8 @@ class IdempotencyRecord:
     """While processing: how many of them ran alone in their process."""
     alone: bool = False
     """While processing: whether the current attempt runs alone in its process."""
+    is_scheduled: bool = False
+    """While processing: whether nobody holds it, since it is to be tried again at `lease_until`."""
     seen_at: datetime | None = field(default=None, compare=False)
     """When the record was read, by the store's clock, to compute the rest of its lease; `None` if unknown."""
 

@@ -199,12 +199,13 @@ PROBLEMS: Final = Row(
         ),
         per_minute(
             "Failures and retries",
-            "Runs of handlers that raised or timed out, deliveries to be retried, events discarded by a rule, "
-            "questions to reconcile functions, and services that a rule has stopped. "
+            "Runs of handlers that raised or timed out, deliveries to be retried, copies in retry topics, events "
+            "discarded by a rule, questions to reconcile functions, and services that a rule has stopped. "
             "Rising: read the tracebacks in the log; events that keep failing are dead-lettered. "
             f"See IdempotencyHandlersFail in {GUIDE}.",
             "handler_failures",
             "retries",
+            "retry_copies",
             "events_discarded",
             "reconciliations",
             "services_stopped",

@@ -147,6 +147,9 @@ def _record_rows(
     yield "attempts", f"{record.attempt} of at most {explained.config.max_attempts}{but}"
     if state.lease is Lease.HELD:
         yield "lease", f"ends in {format_duration(state.lease_left)} unless renewed, {_moment(record.lease_until)}"
+    if state.lease is Lease.SCHEDULED:
+        due = f"attempt {record.attempt + 1} is due in {format_duration(state.lease_left)}"
+        yield "scheduled", f"{due}, {_moment(record.lease_until)}"
     if state.lease is Lease.LAPSED:
         yield "lease", f"ended {format_duration(state.lease_left)} ago, {_moment(record.lease_until)}"
     if error := record.error or state.discarded:
@@ -183,6 +186,7 @@ def _handled(explained: RecordExplanation, state: RecordState) -> str:
     owner = record.owner or "an unnamed owner"
     return {
         Lease.HELD: f"not yet: in progress at {owner}, for {who}",
+        Lease.SCHEDULED: f"not yet: scheduled by {owner} for another attempt, for {who}",
         Lease.LAPSED: f"no: the lease of {owner} expired without an outcome, for {who}; the owner crashed or stalled",
         Lease.RELEASED: f"not yet: released by {owner}, for {who}, after a failure, at a shutdown or by an operator",
     }[state.lease or Lease.RELEASED]
@@ -260,6 +264,8 @@ def _details(state: RecordState) -> str:
         return f"lease ends in {format_duration(state.lease_left)}"
     if state.lease is Lease.LAPSED:
         return f"lease ended {format_duration(state.lease_left)} ago"
+    if state.lease is Lease.SCHEDULED:
+        return f"scheduled in {format_duration(state.lease_left)}"
     if state.lease is Lease.RELEASED:
         return "released"
     if state.discarded is not None:

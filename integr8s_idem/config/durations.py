@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
-from typing import TypeAlias, overload
+from typing import Final, TypeAlias, overload
 
 from integr8s_idem.errors import ApplicationError
 
@@ -47,3 +48,19 @@ def _of_seconds(value: object) -> timedelta:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError
     return timedelta(seconds=value)
+
+
+_DELAY: Final = re.compile(r"([1-9][0-9]{0,4})([smhd])")
+_UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+
+def delay_in_name(text: str) -> timedelta:
+    """Return the duration that a part of a topic's name states, such as `10m`.
+
+    Raises:
+        ValueError: It is not a number from 1 to 99 999 and one of s, m, h and d.
+    """
+    found = _DELAY.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a delay: write a number and s, m, h or d, as in 10m")
+    return timedelta(seconds=int(found[1]) * _UNITS[found[2]])

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
 
 from integr8s_idem.codecs import Envelope
+from integr8s_idem.config.durations import delay_in_name
 from integr8s_idem.config.idempotency import (
     NOT_BOOL,
     Count,
@@ -139,6 +140,17 @@ _OPTIONS_OF_ACTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
+RetryDelay: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,4}[smhd]$")]
+"""A duration as part of the name of a topic, such as `10m`."""
+
+
+def _ascending(delays: tuple[str, ...]) -> tuple[str, ...]:
+    lengths = list(map(delay_in_name, delays))
+    if lengths != sorted(set(lengths)):
+        raise ValueError("each delay must be longer than the one before")
+    return delays
+
+
 class ServiceSettings(Section):
     """How a service consumes events."""
 
@@ -170,6 +182,9 @@ class ServiceSettings(Section):
     """Maximum pause between retries."""
     failures: tuple[FailureRuleSettings, ...] = ()
     """Rules for errors of handlers, after those in the code: see docs/how-to/handle-failures.md."""
+    retry_topics: Annotated[tuple[RetryDelay, ...], AfterValidator(_ascending)] = ()
+    """Delays of topics in which events of overtaking handlers wait for retries, such as ["1m", "10m", "1h"], ascending:
+    see docs/how-to/retry-later.md."""
     commit_interval_seconds: Seconds = 1
     """Interval between commits of offsets."""
     drain_timeout_seconds: Seconds = 20

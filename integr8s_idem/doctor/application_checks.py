@@ -27,6 +27,7 @@ from integr8s_idem.stores.factory import as_it_is
 from integr8s_idem.worker.client_options import bounded
 from integr8s_idem.worker.consumer import topics_read
 from integr8s_idem.worker.retention import TTL, Reading
+from integr8s_idem.worker.retry_topics import RetryTopics
 
 
 @dataclass
@@ -45,8 +46,18 @@ async def check_application(
     """Check all services by their containers; without an application, use the topics in the settings."""
     if platform is None:
         ttl = settings.idempotency.default_ttl_seconds
-        sections = settings.services.values()
-        return ApplicationReport([Reading(section.topics, ttl, TTL) for section in sections if section.topics])
+        return ApplicationReport(
+            [
+                Reading(
+                    section.topics,
+                    ttl,
+                    TTL,
+                    RetryTopics(section.group_id or name, section.retry_topics, section.topics),
+                )
+                for name, section in settings.services.items()
+                if section.topics
+            ]
+        )
     report = ApplicationReport(uses_store=False)
     has_own = False
     for service in platform.services.values():
@@ -67,7 +78,9 @@ async def _check_service(
         dispatcher = await get_dispatcher(container, service.name)
         publisher = await get_publisher(container, service.name)
         topics = topics_read(section_of(service, settings), dispatcher, publisher)
-        report.readings.append(reading_of(dispatcher, topics))
+        section = section_of(service, settings)
+        retries = RetryTopics(section.group_id or service.group_id or service.name, section.retry_topics, topics)
+        report.readings.append(replace(reading_of(dispatcher, topics), retries=retries))
         report.findings += _key_findings(service.name, dispatcher)
         report.findings += _mode_findings(service.name, settings, dispatcher)
         report.findings += rule_findings(service.name, dispatcher)

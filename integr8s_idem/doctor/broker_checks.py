@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from integr8s_idem.config import KafkaSettings, Settings
 from integr8s_idem.diagnostics import Code, Finding, Severity
+from integr8s_idem.doctor.retry_topic_checks import retry_topic_findings
 from integr8s_idem.errors import BrokerUnavailableError
-from integr8s_idem.worker.broker_facts import BrokerMetadataError, read_facts
+from integr8s_idem.worker.broker_facts import BrokerMetadataError, list_topics, read_facts
 from integr8s_idem.worker.compression import unreadable_codecs
 from integr8s_idem.worker.retention import (
     PRODUCER,
@@ -39,7 +40,10 @@ async def check_brokers(settings: Settings, readings: Sequence[Reading]) -> Brok
     kafka = settings.kafka
     topics = dict.fromkeys(name for reading in readings for name in reading.topics)
     try:
-        facts = await read_facts(kafka, [*topics, *(name + kafka.dead_letter_suffix for name in topics)])
+        retries = [topic.name for reading in readings if reading.retries for topic in reading.retries.all()]
+        facts = await read_facts(kafka, [*topics, *(name + kafka.dead_letter_suffix for name in topics), *retries])
+        if any(reading.retries is not None for reading in readings):
+            facts = replace(facts, existing=frozenset(await list_topics(kafka)))
     except BrokerMetadataError as error:
         return BrokerReport([*_unknown_topics(readings), _unsupported(str(error), topics)])
     except BrokerUnavailableError as error:
@@ -78,6 +82,7 @@ def broker_findings(
         *_broker_settings(kafka, facts),
         *(_missing(name, facts) for reading in readings for name in reading.topics if name in facts.missing),
         *_missing_dead_letter_topics(kafka, readings, facts),
+        *retry_topic_findings(readings, facts),
         *retention_findings(kafka, readings, facts),
         *(_unreadable_codecs(kafka, readings, facts, unreadable) if unreadable else ()),
     ]

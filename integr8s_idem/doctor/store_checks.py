@@ -194,7 +194,7 @@ async def try_operations(
         "renew": await trial.result(repository.renew([first], _LEASE)),
         "complete": await trial.result(repository.complete([Completion(reservation=first, ttl=_TTL)])),
         "fail": await trial.result(repository.fail([Failure(reservation=second, ttl=_TTL, error="doctor")])),
-        "release": await trial.result(repository.release([third])),
+        "release": await trial.result(repository.release([third], delay=_LEASE, retention=_TTL)),
     }
     read = await trial.result(repository.get([one.key for one in reserved]))
     await trial.result(trial.scan())

@@ -13,7 +13,7 @@ from integr8s_idem._util.loop_fairness import Pace
 from integr8s_idem.engine.leases import HeldLease, LateStartError
 from integr8s_idem.engine.work import Attempt, Work
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.records import InProgress
+from integr8s_idem.records import Pending
 
 
 class StepsOfRun(Protocol):
@@ -164,7 +164,7 @@ class ActiveRuns:
         finally:
             _RUN.set(outer)
 
-    def refuse_to_wait_for_itself(self, found: InProgress, work: Work) -> None:
+    def refuse_to_wait_for_itself(self, found: Pending, work: Work) -> None:
         """Check that the current code does not wait for a run that it is part of, directly or in a task.
 
         Raises:

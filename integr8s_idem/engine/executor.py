@@ -13,6 +13,7 @@ from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.config import IdempotencyConfig, OnInProgress, OnKeyReused, OnStoreError
 from integr8s_idem.engine.active_runs import ActiveRun
 from integr8s_idem.engine.leases import HeldLease, LeaseKeeper
+from integr8s_idem.engine.outcomes import pending_error
 from integr8s_idem.engine.results import repeatable
 from integr8s_idem.engine.run import Returned, Run, RunOptions, RunServices
 from integr8s_idem.engine.store_client import StoreClient
@@ -30,7 +31,6 @@ from integr8s_idem.engine.work import (
 from integr8s_idem.errors import (
     ApplicationError,
     IdempotencyConflictError,
-    InProgressError,
     StoreError,
     StoreUnavailableError,
 )
@@ -41,8 +41,10 @@ from integr8s_idem.records import (
     Failed,
     InProgress,
     KeyReused,
+    Pending,
     Previous,
     Reserved,
+    Scheduled,
     Verdict,
 )
 from integr8s_idem.stores import JoinedRepository
@@ -51,7 +53,7 @@ from integr8s_idem.telemetry import Observer, Phase, Relation, Signal
 T = TypeVar("T")
 P = TypeVar("P")
 
-Declined: TypeAlias = InProgress | Completed | Failed | KeyReused | Corrupt
+Declined: TypeAlias = Pending | Completed | Failed | KeyReused | Corrupt
 """A verdict without a reservation."""
 
 ONCE: Final = RunOptions()
@@ -234,12 +236,14 @@ class Executor(RunServices):
     async def await_outcome(
         self,
         work: Work,
-        one_pass: Callable[[], Awaitable[P | InProgress]],
+        one_pass: Callable[[], Awaitable[P | Pending]],
         *,
         on_in_progress: OnInProgress,
         wait_timeout: timedelta | None = None,
-    ) -> P | InProgress:
-        """Repeat `one_pass` until it finds no other run in progress.  `InProgress` only under the skip policy.
+    ) -> P | Pending:
+        """Repeat `one_pass` until the work is neither in progress nor scheduled.
+
+        `InProgress` and `Scheduled` are returned only under the skip policy.
 
         Args:
             one_pass: Tries to reserve `work` once, and may run it.
@@ -247,16 +251,16 @@ class Executor(RunServices):
 
         Raises:
             InProgressError: Another run is in progress, and the policy is not to wait; or the wait took too long
-                (`IdempotencyConflictError`).
+                (`IdempotencyConflictError`).  `ScheduledError` if nobody may run it yet.
             ApplicationError: The work was requested within its own run.
         """
         began_at = self._leases.now()
         try:
             while True:
-                outcome: P | InProgress = await one_pass()
+                outcome: P | Pending = await one_pass()
                 if work.forgotten and isinstance(outcome, Completed):
                     outcome = _about_to_expire(outcome)
-                if not isinstance(outcome, InProgress):
+                if not isinstance(outcome, Pending):
                     return outcome
                 if on_in_progress is OnInProgress.SKIP:
                     self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
@@ -270,13 +274,13 @@ class Executor(RunServices):
             if work.looks:
                 self.verdicts.end_wait(work)
 
-    def _check_wait(self, work: Work, found: InProgress, on_in_progress: OnInProgress) -> None:
+    def _check_wait(self, work: Work, found: Pending, on_in_progress: OnInProgress) -> None:
         """Raise an error if the caller may not wait for another run."""
         self.runs.refuse_to_wait_for_itself(found, work)
         if on_in_progress is OnInProgress.RAISE:
-            raise InProgressError(work.key.label, found.attempt, found.retry_after, found.owner)
+            raise pending_error(work.key.label, found)
 
-    async def wait_for_change(self, work: Work, found: InProgress, *, at_most: float = float("inf")) -> None:
+    async def wait_for_change(self, work: Work, found: Pending, *, at_most: float = float("inf")) -> None:
         """Wait before the next check of a key: until its run in this process ends, or for a pause.
 
         The pauses grow from 50 ms to a second, but not past the end of the lease.
@@ -287,7 +291,7 @@ class Executor(RunServices):
         else:
             await asyncio.sleep(min(seconds, at_most))
 
-    def next_look(self, work: Work, found: InProgress) -> tuple[float, asyncio.Future[None] | None]:
+    def next_look(self, work: Work, found: Pending) -> tuple[float, asyncio.Future[None] | None]:
         """Return when to check again: the seconds to wait, and a future for the end of the run in this process."""
         looks = work.note_look()
         pause = min(FIRST_LOOK * 2 ** min(looks - 1, 10), LONGEST_LOOK, found.retry_after.total_seconds() + 0.01)
@@ -367,7 +371,7 @@ class Executor(RunServices):
         """Renew a late lease; return whether it is still held."""
         return self._leases.renew_late(lease)
 
-    def blocked(self, work: Work, verdict: InProgress | Completed | Failed | KeyReused | Corrupt) -> None:
+    def blocked(self, work: Work, verdict: Declined) -> None:
         """Report that `verdict` prevents a run."""
         match verdict:
             case Completed() | Failed():
@@ -379,7 +383,7 @@ class Executor(RunServices):
                 self.observer.count(Signal.KEY_REUSED, work.event_type)
             case Corrupt():
                 self.observer.count(Signal.CORRUPT_RECORD, work.event_type)
-            case InProgress():
+            case InProgress() | Scheduled():
                 pass
 
     def _unguarded(self, work: Work, key: str, options: RunOptions) -> Run:
@@ -432,7 +436,7 @@ def _about_to_expire(done: Completed) -> InProgress:
     )
 
 
-def _time_left(work: Work, found: InProgress, longest: timedelta, waited: float) -> float:
+def _time_left(work: Work, found: Pending, longest: timedelta, waited: float) -> float:
     """Return for how many seconds the caller may still wait for another run.
 
     Raises:

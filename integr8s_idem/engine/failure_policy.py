@@ -20,9 +20,14 @@ _RETRY_ALONE: Final = FailureRule(FailureAction.RETRY, (Exception,), attempts=LA
 class FailurePolicy:
     """All rules of a handler, in order."""
 
-    def __init__(self, rules: Iterable[FailureRule] = ()) -> None:
-        """`rules`: those that apply before `DEFAULT_RULES`."""
+    def __init__(self, rules: Iterable[FailureRule] = (), *, schedules: bool = False) -> None:
+        """
+        Args:
+            rules: Those that apply before `DEFAULT_RULES`.
+            schedules: Whether a retry with a delay is scheduled in the store, so that nobody runs the work before.
+        """
         self.rules: Final = tuple(rules)
+        self.schedules: Final = schedules
 
     def decide(self, error: Exception, *, together: bool = False) -> FailureRule | None:
         """Return the rule for an attempt that failed with `error`; `None` if no rule matches.

@@ -60,6 +60,7 @@ from integr8s_idem.records import (
     IdempotencyRecord,
     InProgress,
     Reserved,
+    Scheduled,
     Verdict,
 )
 from integr8s_idem.stores import IdempotencyRepository, JoinedRepository, JoiningRepository
@@ -600,7 +601,7 @@ class IdempotencyManager:
                 return outcome.value
             case Completed():
                 return replayed_value(work.key.label, outcome, function)  # type: ignore[no-any-return]
-            case InProgress():
+            case InProgress() | Scheduled():
                 return None  # type: ignore[return-value]  # the policy is `skip`
         error = error_of(work.key.label, outcome)
         assert error is not None, "the work is not done"

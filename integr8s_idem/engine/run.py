@@ -401,7 +401,10 @@ class Run(ActiveRun):
     def _begin_attempt(self, lease: HeldLease) -> Attempt:
         reserved, key = lease.reservation, self.work.key
         label = key.label if key.generation else key.name
-        attempt = Attempt(reserved.key, reserved.attempt, reserved.fence, lease.deadline, label, key.generation)
+        number, failed = reserved.attempt, self.work.failed_runs
+        if failed >= number:
+            number = failed + 1  # its record has expired in the meantime
+        attempt = Attempt(reserved.key, number, reserved.fence, lease.deadline, label, key.generation)
         self.attempt = attempt
         return attempt
 
@@ -465,8 +468,12 @@ class Run(ActiveRun):
             return await self._discard(lease, error)
         if self._is_final(error, rule, reserved.attempt, reserved):
             return await self._record_failure(lease, error)
-        await services.client.try_to_release(self.work, reserved, self.options.wait_for_store, lease.deadline)
-        return HandlerFailed(error, reserved.attempt, given_up=False, rule=rule)
+        delay = self.work.delay_of(rule)
+        is_released = await services.client.try_to_release(
+            self.work, reserved, self.options.wait_for_store, lease.deadline, delay=delay
+        )
+        due_in = delay if is_released and delay else None
+        return HandlerFailed(error, self.attempt.number, given_up=False, rule=rule, due_in=due_in)
 
     async def _discard(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded:
         client, work, reserved = self._services.client, self.work, lease.reservation

@@ -33,14 +33,14 @@ from integr8s_idem.keys import Key, KeySpace
 from integr8s_idem.records import (
     Completion,
     Failure,
-    InProgress,
+    Pending,
     Previous,
     Reserved,
     ReserveRequest,
     StoredResult,
     Verdict,
 )
-from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores import NO_DELAY, IdempotencyRepository
 from integr8s_idem.telemetry import Observer, Phase, Signal
 
 logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ class StoreClient:
             self._observer.count(Signal.RECORD_VANISHED if gone else Signal.RESERVATION_LOST, work.event_type)
             return verdict
         self._observer.count(Signal.RESERVATION_LOST, work.event_type)
-        raise self.lost(work, reserved, verdict.owner if isinstance(verdict, InProgress) else "another worker")
+        raise self.lost(work, reserved, verdict.owner if isinstance(verdict, Pending) else "another worker")
 
     async def reserved_anew(self, work: Work) -> Reserved | None:
         """Reserve a key again if the store has lost its record; return `None` if another worker has had the key."""
@@ -281,27 +281,42 @@ class StoreClient:
         return LeaseLostError(work.key.label, reserved.attempt, reserved.lease, self._scope, owner, withdrawn=withdrawn)
 
     async def try_to_release(
-        self, work: Work, reserved: Reserved, wait_for_store: WaitForStore | None = None, deadline: float = 0.0
-    ) -> None:
-        """Release the key.  If that fails, its lease expires.
+        self,
+        work: Work,
+        reserved: Reserved,
+        wait_for_store: WaitForStore | None = None,
+        deadline: float = 0.0,
+        *,
+        delay: timedelta = NO_DELAY,
+    ) -> bool:
+        """Release the key, and return whether it was released.  If that fails, its lease expires.
 
-        `wait_for_store`: awaited if the store does not answer; then the release is retried until the end of the lease
-        at `deadline`, by the event loop's clock.
+        Args:
+            wait_for_store: Awaited if the store does not answer; then the release is retried until the end of the lease
+                at `deadline`.
+            deadline: By the event loop's clock.
+            delay: How long nobody may run the work, by the store's clock; zero for another attempt at once.
         """
         with self._observer.phase(Phase.RELEASE, work.event_type, handler=work.handler):
             while True:
                 try:
-                    released = await self._releases.ask(reserved)
+                    released = await (self._schedule(work, reserved, delay) if delay else self._releases.ask(reserved))
                     break
                 except StoreError as error:
                     self._observer.count(Signal.STORE_ERROR, work.event_type)
                     if wait_for_store is None or not isinstance(error, StoreUnavailableError):
-                        return
+                        return False
                     await wait_for_store(error)
                 if asyncio.get_running_loop().time() > deadline:
-                    return
+                    return False
         if not released:
             self._observer.count(Signal.RESERVATION_LOST, work.event_type)
+        return released
+
+    async def _schedule(self, work: Work, reserved: Reserved, delay: timedelta) -> bool:
+        retention = self._retention_of(work.ttl)
+        [released] = await self._shielded(self._repository.release([reserved], delay=delay, retention=retention))
+        return released
 
     def release_later(self, work: Work, reserved: Reserved) -> None:
         """Release the key in the background, because the caller is being cancelled."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from integr8s_idem.engine.work import Work
-from integr8s_idem.records import InProgress, Previous, Reserved, Verdict
+from integr8s_idem.records import Pending, Previous, Reserved, Verdict
 from integr8s_idem.telemetry import Observer, Past, Phase, Relation, Span, conventions
 
 P = ParamSpec("P")
@@ -26,7 +26,7 @@ class VerdictObserver:
 
     def observe(self, work: Work, verdict: Verdict, since: float) -> None:
         """Observe an answer that has arrived now to a request made at `since`, by `time.perf_counter`."""
-        if not (work.looks and isinstance(verdict, InProgress)):
+        if not (work.looks and isinstance(verdict, Pending)):
             self.end_wait(work)
             work.unanswered = False
             _in_context(work, self._verdict, work, verdict, since)

@@ -23,11 +23,12 @@ from integr8s_idem.records import (
     Completion,
     Corrupt,
     Failed,
-    InProgress,
     KeyReused,
+    Pending,
     Reserved,
     TraceLink,
 )
+from integr8s_idem.stores import NO_DELAY
 
 T = TypeVar("T")
 
@@ -134,7 +135,10 @@ class Work:
     failures: FailurePolicy | None = None
     """Decides what happens after a failed run; if `None`, only `on_failure` and `gives_up` do."""
     failed_runs: int = 0
-    """Number of runs that have failed in this process: the record may expire during a long pause."""
+    """Number of runs that are known to have failed, here or according to a copy of the event.
+
+    The record may expire during a long pause.
+    """
     failed_together: bool = False
     """Whether the last run failed in a batch with others, only one of which may be the cause."""
     forgotten: bool = False
@@ -181,6 +185,12 @@ class Work:
         together, self.failed_together = self.failed_together, False
         return None if self.failures is None else self.failures.decide(error, together=together)
 
+    def delay_of(self, rule: FailureRule | None) -> timedelta:
+        """Return how long nobody may run this work after a failure that matches `rule`; zero if it is not scheduled."""
+        if rule is None or rule.delay is None or self.failures is None or not self.failures.schedules:
+            return NO_DELAY
+        return rule.delay
+
     def keep_token(self, reservation: Reserved) -> None:
         """Let the next `reserve` find this reservation: it counts as the same attempt."""
         self.token = reservation.token
@@ -209,6 +219,8 @@ class HandlerFailed:
     """Whether the key is FAILED now; otherwise it was released, and the work may be retried."""
     rule: FailureRule | None = None
     """The rule that matches the error of work that may be retried: when, or that the service stops."""
+    due_in: timedelta | None = None
+    """If the work was scheduled: when it is due, counted from the time when it was; nobody runs it before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,5 +236,5 @@ class NotStarted:
     """Too little of the lease was left to start the function: reserve the work again."""
 
 
-Outcome: TypeAlias = Executed[T] | HandlerFailed | Discarded | Completed | InProgress | Failed | KeyReused | Corrupt
+Outcome: TypeAlias = Executed[T] | HandlerFailed | Discarded | Completed | Pending | Failed | KeyReused | Corrupt
 """Outcome of one attempt: the work was done now, was done before, or was not done for some reason."""

@@ -128,7 +128,7 @@ class EventDispatcher:
 
     def policy(self, registered: RegisteredHandler) -> FailurePolicy:
         """Return all rules for errors of a handler."""
-        return FailurePolicy((*registered.failures, *self._failures))
+        return FailurePolicy((*registered.failures, *self._failures), schedules=registered.overtakes)
 
     @property
     def handlers(self) -> tuple[EventHandler, ...]:

@@ -149,6 +149,8 @@ class RegisteredHandler:
     """Finds out whether an earlier attempt has had its effect; see `integr8s_idem.reconciliation`."""
     is_reconcile: bool = False
     """Whether `function` is the reconcile function of the handler with this name."""
+    overtakes: bool = False
+    """Whether later events are handled while one waits for a delayed retry."""
 
     @property
     def event_type(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, get_args, overload
 
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.errors import ApplicationError
@@ -34,6 +34,16 @@ D = TypeVar("D", bound=BaseEvent)
 Invoke = Callable[[RegisteredHandler, Any], Awaitable[Any]]
 """Calls a handler with its `HandlerCall`, or a batch handler with its `BatchCall`, and opens and closes its
 dependencies.  `integrations.dishka` has one with a REQUEST scope."""
+
+
+DelayedRetries: TypeAlias = Literal["block", "overtake"]
+"""What happens to later events while one waits for a retry with a delay."""
+
+
+def _overtakes(delayed_retries: DelayedRetries) -> bool:
+    if delayed_retries not in get_args(DelayedRetries):
+        raise ApplicationError(f"delayed_retries is {delayed_retries!r}, but must be 'block' or 'overtake'")
+    return delayed_retries == "overtake"
 
 
 def _is_event_class(candidate: object) -> bool:
@@ -66,6 +76,7 @@ class EventRouter:
         limit_by: str | None = None,
         at_most: int | None = None,
         reconcile: ReconcileFunction | None = None,
+        delayed_retries: DelayedRetries = ...,
     ) -> Callable[[Callable[Concatenate[A, P], ResultT]], Callable[Concatenate[A, P], ResultT]]: ...
 
     @overload
@@ -80,6 +91,7 @@ class EventRouter:
         limit_by: str | None = None,
         at_most: int | None = None,
         reconcile: ReconcileFunction | None = None,
+        delayed_retries: DelayedRetries = ...,
     ) -> Callable[[Callable[Concatenate[A | B, P], ResultT]], Callable[Concatenate[A | B, P], ResultT]]: ...
 
     @overload
@@ -95,6 +107,7 @@ class EventRouter:
         limit_by: str | None = None,
         at_most: int | None = None,
         reconcile: ReconcileFunction | None = None,
+        delayed_retries: DelayedRetries = ...,
     ) -> Callable[[Callable[Concatenate[A | B | C, P], ResultT]], Callable[Concatenate[A | B | C, P], ResultT]]: ...
 
     @overload
@@ -111,6 +124,7 @@ class EventRouter:
         limit_by: str | None = None,
         at_most: int | None = None,
         reconcile: ReconcileFunction | None = None,
+        delayed_retries: DelayedRetries = ...,
     ) -> Callable[
         [Callable[Concatenate[A | B | C | D, P], ResultT]], Callable[Concatenate[A | B | C | D, P], ResultT]
     ]: ...
@@ -124,6 +138,7 @@ class EventRouter:
         limit_by: str | None = None,
         at_most: int | None = None,
         reconcile: ReconcileFunction | None = None,
+        delayed_retries: DelayedRetries = ...,
     ) -> Callable[[FunctionT], FunctionT]: ...
 
     def on(
@@ -134,6 +149,7 @@ class EventRouter:
         limit_by: str | None = None,
         at_most: int | None = None,
         reconcile: ReconcileFunction | None = None,
+        delayed_retries: DelayedRetries = "block",
     ) -> Callable[[FunctionT], FunctionT]:
         """Register a handler of `events`.
 
@@ -151,6 +167,9 @@ class EventRouter:
             reconcile: Async function that finds out whether an earlier attempt has had its effect.  It takes the event
                 and dependencies like the handler, and is asked before each run that may repeat the effect; see
                 `integr8s_idem.reconciliation`.
+            delayed_retries: What happens to later events while one waits for a retry with a delay (`retry_later`,
+                `RetryAfter`).  With `block`, those of its lane wait.  With `overtake`, they are handled: the event
+                waits in a retry topic of the service (`retry_topics`), and is handled after events that came later.
 
         Raises:
             ApplicationError: There is no event, an event has no type, another handler of an event has the same name,
@@ -163,6 +182,7 @@ class EventRouter:
                 raise ApplicationError(f"{event!r} is not an event class; write @router.on(OrderPlaced)")
 
         rules, limit = checked_rules(failures), FieldLimit.of(limit_by, at_most, events)
+        overtakes = _overtakes(delayed_retries)
 
         def register(function: FunctionT) -> FunctionT:
             for each in (function, reconcile):
@@ -172,7 +192,15 @@ class EventRouter:
             known_as = name or name_of(function)
             for event in events:
                 self._add(
-                    RegisteredHandler(event, known_as, function, failures=rules, limit=limit, reconcile=reconcile)
+                    RegisteredHandler(
+                        event,
+                        known_as,
+                        function,
+                        failures=rules,
+                        limit=limit,
+                        reconcile=reconcile,
+                        overtakes=overtakes,
+                    )
                 )
             return function
 
@@ -186,6 +214,7 @@ class EventRouter:
         max_wait: Duration = timedelta(milliseconds=20),
         name: str | None = None,
         failures: Iterable[FailureRule] = (),
+        delayed_retries: DelayedRetries = "block",
     ) -> Callable[[FunctionT], FunctionT]:
         """Register a batch handler, which takes a list of events.
 
@@ -200,6 +229,9 @@ class EventRouter:
             max_wait: How long the first event waits for others.
             name: Name of the handler in its keys; by default, the function's name.
             failures: Rules for errors of the handler, before those of the router; see `integr8s_idem.failures`.
+            delayed_retries: What happens to later events while one waits for a retry with a delay (`retry_later`,
+                `RetryAfter`).  With `block`, those of its lane wait.  With `overtake`, they are handled: the event
+                waits in a retry topic of the service (`retry_topics`), and is handled after events that came later.
 
         Raises:
             ApplicationError: `event` is not an event class, `max_size` is less than 1, another handler of the event has
@@ -210,13 +242,14 @@ class EventRouter:
         if max_size < 1:
             raise ApplicationError(f"max_size is {max_size}, but must be at least 1")
         longest_wait = duration(max_wait, "max_wait")
-        rules = checked_rules(failures)
+        rules, overtakes = checked_rules(failures), _overtakes(delayed_retries)
 
         def register(function: FunctionT) -> FunctionT:
             async_function(function)
             check_batch_parameter(function, event)
             batch = BatchSize(max_size, longest_wait)
-            self._add(RegisteredHandler(event, name or name_of(function), function, batch, rules))
+            known_as = name or name_of(function)
+            self._add(RegisteredHandler(event, known_as, function, batch, rules, overtakes=overtakes))
             return function
 
         return register

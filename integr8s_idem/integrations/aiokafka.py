@@ -42,7 +42,7 @@ from integr8s_idem.integrations.kafka_loops import (
     value_of,
     work_of,
 )
-from integr8s_idem.records import InProgress
+from integr8s_idem.records import Pending
 from integr8s_idem.telemetry.log_fields import MessageSource, logging_as
 
 __all__ = ["Delivery", "by_header", "by_position", "guarded"]
@@ -259,7 +259,7 @@ class Delivery:
             require_awaitable(awaitable, function)
             return await awaitable
 
-        while isinstance(outcome := await self._manager.execute(work, call), InProgress):
+        while isinstance(outcome := await self._manager.execute(work, call), Pending):
             await self._wait()
         self.stopped = stop_of(work, named(function), outcome)
         if self.stopped is not None:

@@ -42,7 +42,7 @@ from integr8s_idem.integrations.kafka_loops import (
     value_of,
     work_of,
 )
-from integr8s_idem.records import InProgress
+from integr8s_idem.records import Pending
 from integr8s_idem.telemetry.log_fields import MessageSource, logging_as
 
 try:
@@ -289,7 +289,7 @@ class Delivery:
             self._failed(error, final=True)
             return cast("T", None)
         loop = self._manager.running_loop or own_loop()
-        while isinstance(outcome := wait_for(loop, functools.partial(self._once, work, function)), InProgress):
+        while isinstance(outcome := wait_for(loop, functools.partial(self._once, work, function)), Pending):
             self._wait()
         self.stopped = stop_of(work, named(function), outcome)
         if self.stopped is not None:

@@ -71,7 +71,7 @@ from integr8s_idem.integrations.kafka_loops import (
 )
 from integr8s_idem.keys import EntryPoint, Key
 from integr8s_idem.keys.fingerprints import fingerprint
-from integr8s_idem.records import Completed, InProgress, StoredResult
+from integr8s_idem.records import Completed, Pending, StoredResult
 from integr8s_idem.telemetry.log_fields import SOURCE, CommonSource, LogSource, MessageSource
 
 try:
@@ -354,7 +354,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         for index, end in zip(pending, begun, strict=True):
             if isinstance(end, BaseException):
                 raise end
-            if isinstance(end, InProgress):
+            if isinstance(end, Pending):
                 busy[index] = end.key
             else:
                 ends[index] = end
@@ -413,12 +413,12 @@ class _Guard(BaseMiddleware[Any, Any]):
         )
         return self._hold(work, opened, record)
 
-    async def _try_to_begin(self, work: Work | End, record: Any) -> End | InProgress | None:
+    async def _try_to_begin(self, work: Work | End, record: Any) -> End | Pending | None:
         """As `_begin`, without waiting for another run."""
         if isinstance(work, End):
             return work
         opened = await self._manager.executor.open(work)
-        return opened if isinstance(opened, InProgress) else self._hold(work, opened, record)
+        return opened if isinstance(opened, Pending) else self._hold(work, opened, record)
 
     def _hold(self, work: Work, opened: Run | Outcome[Any], record: Any) -> End | None:
         if not isinstance(opened, Run):

@@ -50,8 +50,8 @@ class Answers(NamedTuple):
                 if isinstance(outcome, Executed) or not _was_rejected(outcome, manager):
                     break
                 await asyncio.sleep(_REJECTION_RETRY_SECONDS)
-        except InProgressError:
-            await self.problems.in_progress().send(exchange.send)
+        except InProgressError as error:
+            await self.problems.in_progress(error).send(exchange.send)
         except ResultNotStoredError as error:
             # The work is done and the client gets its response, so there is no reason to retry.
             with logging_with(service=manager.scope, attempt=getattr(error, "attempt", 0)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -11,9 +12,9 @@ from typing import Final
 from starlette.exceptions import HTTPException
 
 from integr8s_idem._util.escaping import printable
-from integr8s_idem.errors import LeaseLostError, StoreError
+from integr8s_idem.errors import InProgressError, LeaseLostError, ScheduledError, StoreError
 from integr8s_idem.integrations.http_responses import Response, response_of
-from integr8s_idem.records import Completed, Corrupt, Failed, InProgress, KeyReused, StoredResult
+from integr8s_idem.records import Completed, Corrupt, Failed, KeyReused, Pending, StoredResult
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +68,17 @@ class Problems:
         """For a caller rejected by `identity`."""
         return self._problem(error.status_code, str(error.detail), "", section="not-let-in", headers=error.headers)
 
-    def in_progress(self) -> Response:
+    def in_progress(self, error: InProgressError | None = None) -> Response:
+        """For a request whose key is in progress, or scheduled for another attempt: `error` says when."""
+        seconds = RETRY_SOON
+        if isinstance(error, ScheduledError):
+            seconds = max(seconds, math.ceil(error.retry_after.total_seconds()))
         return self._problem(
             409,
             "A request is outstanding for this Idempotency-Key",
             "The first request with this key is still being processed. Retry when it is done.",
             section="in-progress",
-            headers={"retry-after": str(RETRY_SOON)},
+            headers={"retry-after": str(seconds)},
         )
 
     def unavailable(self, error: StoreError | LeaseLostError) -> Response:
@@ -87,7 +92,7 @@ class Problems:
             headers={"retry-after": str(RETRY_SOON)},
         )
 
-    def for_outcome(self, outcome: Completed | Failed | KeyReused | Corrupt | InProgress) -> Response:
+    def for_outcome(self, outcome: Completed | Failed | KeyReused | Corrupt | Pending) -> Response:
         """For a request whose key has an outcome already."""
         match outcome:
             case Completed(result=StoredResult() as result):

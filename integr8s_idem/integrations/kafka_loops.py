@@ -137,7 +137,7 @@ class End:
 
 
 def end_of(work: Work, outcome: Outcome[Any]) -> End:
-    """Convert an outcome other than `InProgress` to the end of a record's work."""
+    """Convert an outcome other than `InProgress` and `Scheduled` to the end of a record's work."""
     if isinstance(outcome, Discarded):
         return End(True, is_discarded=True)
     if isinstance(outcome, Completed) and discarded_error(outcome.result) is not None:

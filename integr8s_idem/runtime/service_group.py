@@ -27,15 +27,15 @@ from integr8s_idem.runtime.supervisor_link import SupervisorLink
 from integr8s_idem.telemetry import Gauge
 from integr8s_idem.telemetry.log_fields import SOURCE, ServiceSource
 from integr8s_idem.telemetry.setup import configure_telemetry
-from integr8s_idem.worker.broker_facts import reach_brokers
+from integr8s_idem.worker.broker_facts import list_topics, reach_brokers
 from integr8s_idem.worker.client_options import bounded
 from integr8s_idem.worker.consumer import ServiceReport, ServiceWorker
-from integr8s_idem.worker.delivery_processor import Tally
 from integr8s_idem.worker.health import Health, ServiceHealth
 from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.retention import TTL, Reading
 from integr8s_idem.worker.retention_check import check_retention
+from integr8s_idem.worker.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +127,12 @@ class RunningService:
                 group=self.service.group_id,
                 isolation=self._isolation,
                 reach_brokers=reach_brokers,
+                list_topics=list_topics,
                 on_first_poll=self._on_first_poll,
                 replay=self._settings.replay,
                 process=self._process,
             )
-            reading = reading_of(dispatcher, self._worker.topics)
+            reading = reading_of(dispatcher, self._worker.sources)
             if self._settings.kafka.retention_check == "refuse":
                 await check_retention(name, self._settings.kafka, reading)
             if self._stopping:

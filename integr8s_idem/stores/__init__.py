@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from integr8s_idem.records import (
     Completion,
@@ -20,6 +20,7 @@ from integr8s_idem.records import (
 )
 
 __all__ = [
+    "NO_DELAY",
     "DatabaseStore",
     "IdempotencyRepository",
     "JoinedRepository",
@@ -28,6 +29,9 @@ __all__ = [
     "RecordAdmin",
     "Surveyed",
 ]
+
+NO_DELAY: Final = timedelta(0)
+"""A delay that does not schedule work: the next attempt may begin now."""
 
 
 @runtime_checkable
@@ -74,8 +78,19 @@ class IdempotencyRepository(Protocol):
         """Store that the work of each reservation failed permanently; the answers are as for `complete`."""
         ...
 
-    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
-        """End the lease of each reservation now, keeping its number of attempts; the answers are as for `complete`."""
+    async def release(
+        self, reservations: Sequence[Reserved], *, delay: timedelta = NO_DELAY, retention: timedelta = NO_DELAY
+    ) -> list[bool]:
+        """End the lease of each reservation now, keeping its number of attempts; the answers are as for `complete`.
+
+        With a delay, the work is scheduled instead: nobody holds the key, and `reserve` answers `Scheduled` until the
+        delay has passed.  A call that is repeated, because its answer was lost, does not schedule the work anew.
+
+        Args:
+            reservations: What to release.
+            delay: How long nobody may reserve the keys, by the store's clock; zero to end the leases only.
+            retention: How long the records are kept after the delay, at least, so that attempts are counted.
+        """
         ...
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
@@ -95,7 +110,7 @@ class IdempotencyRepository(Protocol):
         ...
 
     async def count_active(self, prefix: str) -> int:
-        """Return how many records whose key starts with `prefix` have a lease now."""
+        """Return how many records whose key starts with `prefix` have a lease now, including scheduled work."""
         ...
 
     async def ping(self) -> StoreHealth:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -22,13 +22,14 @@ from integr8s_idem.records import (
     Previous,
     Reserved,
     ReserveRequest,
+    Scheduled,
     StoredResult,
     StoreHealth,
     TraceLink,
     Verdict,
     is_other_payload,
 )
-from integr8s_idem.stores import Surveyed
+from integr8s_idem.stores import NO_DELAY, Surveyed
 
 __all__ = ["MemoryIdempotencyRepository"]
 
@@ -101,7 +102,8 @@ class MemoryIdempotencyRepository:
             return _reserved(request, entry)
         if entry.lease_until is not None and entry.lease_until > now:
             remaining = entry.lease_until - now
-            return InProgress(key=request.key, attempt=entry.attempt, retry_after=remaining, owner=entry.owner)
+            verdict = Scheduled if entry.token == NOBODY else InProgress
+            return verdict(key=request.key, attempt=entry.attempt, retry_after=remaining, owner=entry.owner)
         is_free = released or entry.token == NOBODY
         previous = Previous.RELEASED if is_free else Previous.LAPSED
         return self._take(request, now, entry, previous)
@@ -178,9 +180,24 @@ class MemoryIdempotencyRepository:
         entry.owner = ""
         return entry, True
 
-    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
+    async def release(
+        self, reservations: Sequence[Reserved], *, delay: timedelta = NO_DELAY, retention: timedelta = NO_DELAY
+    ) -> list[bool]:
         now = self._clock()
+        if delay > NO_DELAY:
+            return [self._schedule(reservation, now, delay, retention) for reservation in reservations]
         return [self._release(reservation, now) for reservation in reservations]
+
+    def _schedule(self, reservation: Reserved, now: datetime, delay: timedelta, retention: timedelta) -> bool:
+        if self._held(replace(reservation, token=NOBODY), now) is not None:
+            return True  # by an earlier call, whose answer was lost
+        entry = self._held(reservation, now)
+        if entry is None:
+            return False
+        entry.token = NOBODY
+        entry.lease_until = now + _lease(delay)
+        entry.expires_at = max(entry.expires_at, now + min(_lease(delay) + max(retention, NO_DELAY), _CENTURY))
+        return True
 
     def _release(self, reservation: Reserved, now: datetime) -> bool:
         entry = self._held(reservation, now)
@@ -359,5 +376,6 @@ def _record(key: str, entry: _Entry, now: datetime) -> IdempotencyRecord:
         lapsed=entry.lapsed if processing else 0,
         lapsed_alone=entry.lapsed_alone if processing else 0,
         alone=processing and entry.alone,
+        is_scheduled=processing and entry.token == NOBODY and entry.lease_until is not None,
         seen_at=now,
     )

@@ -35,6 +35,7 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.RECONCILED: "Calls of reconcile functions, by answer; `failed` if there was none.",
     Signal.RETRY: "Deliveries scheduled for a retry.",
     Signal.DEAD_LETTER: "Messages published to a dead-letter topic, by reason.",
+    Signal.RETRY_COPY: "Copies of events that were published to retry topics.",
     Signal.DISCARDED: "Deliveries whose handler failed with an error that a rule discards.",
     Signal.UNDECODABLE: "Messages that could not be decoded, by reason.",
     Signal.REPLAY_REFUSED: "Messages whose replay headers were ignored, by reason.",

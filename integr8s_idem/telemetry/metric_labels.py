@@ -44,6 +44,7 @@ DEAD_LETTER_REASONS: Final = (
     "corrupt_record",
     "no_key",
     "no_handler",
+    "unverified_copy",
 )
 REPLAY_REFUSED_REASONS: Final = ("unsigned", "bad_signature", "malformed", "other_event", "not_failed")
 ANSWERS: Final = ("done", "not_done", "unknown", "failed")

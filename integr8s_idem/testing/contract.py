@@ -27,6 +27,7 @@ pytest.register_assert_rewrite(
     "integr8s_idem.testing.contract_outcomes",
     "integr8s_idem.testing.contract_payloads",
     "integr8s_idem.testing.contract_record_admin",
+    "integr8s_idem.testing.contract_schedules",
     "integr8s_idem.testing.random_histories",
     "integr8s_idem.testing.store_under_test",
 )
@@ -36,13 +37,14 @@ from integr8s_idem.testing.contract_outcomes import SettlingContract  # noqa: E4
 from integr8s_idem.testing.contract_payloads import PayloadContract  # noqa: E402
 from integr8s_idem.testing.contract_record_admin import RecordAdminContract  # noqa: E402
 from integr8s_idem.testing.contract_reservations import ReservingContract  # noqa: E402
+from integr8s_idem.testing.contract_schedules import SchedulingContract  # noqa: E402
 from integr8s_idem.testing.random_histories import HistorySize, check_histories  # noqa: E402
 from integr8s_idem.testing.store_under_test import SteppedClock, StoreUnderTest  # noqa: E402
 
 __all__ = ["HistorySize", "RecordAdminContract", "RepositoryContract", "SteppedClock", "StoreUnderTest"]
 
 
-class RepositoryContract(ReservingContract, PayloadContract, SettlingContract, BatchesContract):
+class RepositoryContract(ReservingContract, SchedulingContract, PayloadContract, SettlingContract, BatchesContract):
     """Inherit from this class and define a fixture `store`.  `histories` and `large_batch` limit the effort."""
 
     histories = HistorySize()

@@ -49,7 +49,7 @@ from integr8s_idem.records import (
     StoreHealth,
     Verdict,
 )
-from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores import NO_DELAY, IdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.consumer import make_consumer
@@ -219,8 +219,12 @@ class CrashingStore:
     async def fail(self, failures: Sequence[Failure]) -> list[bool]:
         return await self._plan.around("fail", lambda: self._inner.fail(failures))
 
-    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
-        return await self._plan.around("release", lambda: self._inner.release(reservations))
+    async def release(
+        self, reservations: Sequence[Reserved], *, delay: timedelta = NO_DELAY, retention: timedelta = NO_DELAY
+    ) -> list[bool]:
+        return await self._plan.around(
+            "release", lambda: self._inner.release(reservations, delay=delay, retention=retention)
+        )
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
         return await self._inner.get(keys)

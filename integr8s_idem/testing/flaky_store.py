@@ -25,7 +25,7 @@ from integr8s_idem.records import (
     StoreHealth,
     Verdict,
 )
-from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores import NO_DELAY, IdempotencyRepository
 
 T = TypeVar("T")
 
@@ -96,8 +96,10 @@ class FlakyStore:
     async def fail(self, failures: Sequence[Failure]) -> list[bool]:
         return await self._call("fail", lambda: self.inner.fail(failures))
 
-    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
-        return await self._call("release", lambda: self.inner.release(reservations))
+    async def release(
+        self, reservations: Sequence[Reserved], *, delay: timedelta = NO_DELAY, retention: timedelta = NO_DELAY
+    ) -> list[bool]:
+        return await self._call("release", lambda: self.inner.release(reservations, delay=delay, retention=retention))
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
         return await self._call("get", lambda: self.inner.get(keys))

@@ -21,8 +21,8 @@ from integr8s_idem.records import (
     Completion,
     Failed,
     Failure,
-    InProgress,
     KeyReused,
+    Pending,
     Reserved,
     ReserveRequest,
     StoredResult,
@@ -228,11 +228,11 @@ class _History(RuleBasedStateMachine):
         if isinstance(verdict, KeyReused):
             assert verdict.stored == record.fingerprint
             return
-        assert not isinstance(verdict, Reserved | InProgress | Completed | Failed) or verdict.attempt == record.attempt
+        assert not isinstance(verdict, Reserved | Pending | Completed | Failed) or verdict.attempt == record.attempt
         if isinstance(verdict, Reserved):
             assert verdict.previous.value == record.previous
             assert (verdict.lapsed, verdict.lapsed_alone) == (record.lapsed, record.lapsed_alone)
-        if isinstance(verdict, InProgress):
+        if isinstance(verdict, Pending):
             left = timedelta(seconds=record.lease_until - now)
             assert left - _SLACK < verdict.retry_after <= left
         if isinstance(verdict, Completed):
@@ -270,6 +270,15 @@ class _History(RuleBasedStateMachine):
         if chosen := self._any(which):
             owner, reserved = chosen
             assert self.run(self.repository.release([reserved])) == [self.model.release(owner)]
+
+    @rule(which=st.integers(0, 6), delay=_LEASES, retention=_RETENTIONS, times=st.integers(1, 2))
+    @_in_time
+    def schedule(self, which: int, delay: int, retention: int, times: int) -> None:
+        if chosen := self._any(which):
+            owner, reserved = chosen
+            lengths = {"delay": timedelta(seconds=delay), "retention": timedelta(seconds=retention)}
+            answers = self.run(self.repository.release([reserved] * times, **lengths))
+            assert answers == [self.model.schedule(owner, delay, retention) for _ in range(times)]
 
     @rule(which=st.integers(0, 6), ttl=_TTLS, result=_RESULTS, dropped=st.booleans(), times=st.integers(1, 2))
     @_in_time
@@ -313,6 +322,7 @@ class _History(RuleBasedStateMachine):
                 assert record.status.value == {RESERVED: "processing"}.get(expected.status, expected.status.lower())
                 assert (record.attempt, record.fingerprint) == (expected.attempt, expected.fingerprint)
                 assert record.expires_at is not None
+                assert record.is_scheduled == (expected.status == RESERVED and expected.scheduled)
 
     @invariant()
     @_in_time

@@ -10,6 +10,7 @@ from typing import Final
 
 RESERVED: Final = "Reserved"
 IN_PROGRESS: Final = "InProgress"
+SCHEDULED: Final = "Scheduled"
 COMPLETED: Final = "Completed"
 FAILED: Final = "Failed"
 KEY_REUSED: Final = "KeyReused"
@@ -37,6 +38,7 @@ class ModelRecord:
     expires: int
     status: str = RESERVED
     released: bool = False
+    scheduled: bool = False
     outcome: object = None
     lapsed: int = 0
     lapsed_alone: int = 0
@@ -82,7 +84,7 @@ class Model:
         """Return the name of the verdict and its record."""
         found = self.record(key)
         if found is not None and found.status == RESERVED:
-            previous = "released" if found.released else "lapsed"
+            previous = "released" if found.released or found.scheduled else "lapsed"
         else:
             previous = "none"
 
@@ -99,11 +101,11 @@ class Model:
             return found.status, found
         if found.released:
             return take()
-        if found.owner.token == token:
+        if found.owner.token == token and not found.scheduled:
             found.lease_until, found.expires, found.alone = self.now + lease, self.now + retention, alone
             return RESERVED, found
         if found.lease_until > self.now:
-            return IN_PROGRESS, found
+            return SCHEDULED if found.scheduled else IN_PROGRESS, found
         return take()
 
     def _take(
@@ -136,8 +138,13 @@ class Model:
         found = self.record(owner.key)
         return found if found is not None and found.owner == owner and found.status == RESERVED else None
 
-    def renew(self, owner: Owner, lease: int) -> bool:
+    def held(self, owner: Owner) -> ModelRecord | None:
+        """Return the record if this reservation still owns it, and has not scheduled it."""
         found = self.owned(owner)
+        return None if found is None or found.scheduled else found
+
+    def renew(self, owner: Owner, lease: int) -> bool:
+        found = self.held(owner)
         if found is None or found.released:
             return False
         found.lease_until = self.now + lease
@@ -146,15 +153,25 @@ class Model:
         return True
 
     def release(self, owner: Owner) -> bool:
-        found = self.owned(owner)
+        found = self.held(owner)
         if found is None:
             return False
         found.released = True
         return True
 
+    def schedule(self, owner: Owner, delay: int, retention: int) -> bool:
+        found = self.owned(owner)
+        if found is None:
+            return False
+        if not found.scheduled:
+            found.released, found.scheduled = False, True
+            found.lease_until = self.now + delay
+            found.expires = max(found.expires, self.now + delay + retention)
+        return True
+
     def settle(self, owner: Owner, status: str, ttl: int, outcome: object) -> bool:
         """Complete or fail a record, depending on `status`."""
-        found = self.owned(owner)
+        found = self.held(owner)
         if found is None:
             current = self.record(owner.key)
             return current is not None and current.owner == owner and current.status == status

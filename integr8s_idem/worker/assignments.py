@@ -23,6 +23,8 @@ from integr8s_idem.telemetry.log_fields import key_text
 from integr8s_idem.worker.kafka_protocols import Partition, Record
 from integr8s_idem.worker.offset_progress import Progress
 from integr8s_idem.worker.recorded_delivery import RecordedDelivery
+from integr8s_idem.worker.retry_copies import Origin
+from integr8s_idem.worker.retry_topics import RetryPartition
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +44,8 @@ class Assignment:
     running: set[Delivery] = field(default_factory=set)
     """Deliveries that were started and have not ended."""
     _idle: asyncio.Future[None] | None = None
+    retry: RetryPartition | None = None
+    """Set if it is a partition of a retry topic."""
     closed: bool = False
     """Whether its deliveries may no longer be started or retried."""
     closing: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -89,6 +93,7 @@ class Delivery:
         "_processing",
         "assignment",
         "context",
+        "copied_from",
         "event_type",
         "is_abandoned",
         "is_prepared",
@@ -119,6 +124,19 @@ class Delivery:
         self.pending = 0
         """Its items that have not ended."""
         self._processing: DetachedPhase | None = None
+        self.copied_from: Origin | None = None
+        """The original message, if it is a copy in a retry topic."""
+
+    @property
+    def source(self) -> Record:
+        """The message as it is in the topic of its event."""
+        return self.copied_from or self.record
+
+    @property
+    def source_topic(self) -> str:
+        """The topic of its event, to which its dead-letter topic belongs."""
+        retry = self.assignment.retry
+        return self.record.topic if retry is None else retry.topic.source
 
     def begin(self, context: Context, processing: AbstractContextManager[Span]) -> None:
         """Start processing in `context`; `end` ends it."""

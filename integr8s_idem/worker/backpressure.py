@@ -33,6 +33,8 @@ class Backpressure:
         self.in_flight = 0
         """Deliveries that are not settled yet."""
         self._bytes = 0
+        self._has_retries = False
+        """Whether a delivery of a retry topic was added."""
         self.full = False
         """Whether all partitions are paused because of the load."""
         self._below_half: asyncio.Future[None] | None = None
@@ -58,7 +60,9 @@ class Backpressure:
             below = {
                 partition: unfinished
                 for partition, assignment in assignments.items()
-                if partition not in self._paused and (unfinished := assignment.progress.unfinished) < limit
+                if partition not in self._paused
+                and assignment.retry is None
+                and (unfinished := assignment.progress.unfinished) < limit
             }
             if below:
                 yield list(below), share - max(below.values())
@@ -67,13 +71,18 @@ class Backpressure:
         return self.in_flight > self._most // 2 or self._bytes > self._most_bytes // 2
 
     def add(self, *deliveries: Delivery) -> None:
-        """Count deliveries as in flight."""
+        """Count deliveries as in flight, of the same partition.  Those of retry topics have a limit of their own."""
+        if deliveries and deliveries[0].assignment.retry is not None:
+            self._has_retries = True
+            return
         self.in_flight += len(deliveries)
         for delivery in deliveries:
             self._bytes += delivery.size
 
     def remove(self, *deliveries: Delivery) -> None:
         """Stop counting deliveries that were settled or released."""
+        if self._has_retries:
+            deliveries = tuple(delivery for delivery in deliveries if delivery.assignment.retry is None)
         self.in_flight -= len(deliveries)
         for delivery in deliveries:
             self._bytes -= delivery.size
@@ -99,6 +108,8 @@ class Backpressure:
             or assignment.closed
             or assignment.damaged
             or assignment.progress.span >= MOST_UNCOMMITTED
+            # Its next copies are due later than those in flight, so they can wait in the topic.
+            or (assignment.retry is not None and assignment.progress.unfinished)
         )
         assigned = consumer.assignment()
         if to_resume := [partition for partition in self._paused - paused if partition in assigned]:

@@ -65,6 +65,33 @@ async def reach_brokers(kafka: KafkaSettings) -> None:
         await _closed(admin)
 
 
+async def list_topics(kafka: KafkaSettings, wanted: Collection[str] = ()) -> Collection[str]:
+    """Return the names of the topics that this user may see.
+
+    Args:
+        kafka: The settings.
+        wanted: Topics that the brokers create if they create topics at first use.
+
+    Raises:
+        BrokerUnavailableError: No broker responds.
+    """
+    admin: Any = AIOKafkaAdminClient(**connection_options(kafka))
+
+    async def listed() -> Collection[str]:
+        await admin.start()
+        if wanted:
+            await admin.describe_topics(list(wanted))
+        names: Collection[str] = await admin.list_topics()
+        return names
+
+    try:
+        return await bounded(listed(), kafka.request_timeout_seconds)
+    except (KafkaError, OSError, TimeoutError) as error:
+        raise unavailable(kafka, error) from error
+    finally:
+        await _closed(admin)
+
+
 def unavailable(kafka: KafkaSettings, error: Exception) -> BrokerUnavailableError:
     """Convert an error of the Kafka client."""
     reason = " ".join(str(error).split()) or type(error).__name__

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.engine.error_text import describe_error
@@ -16,7 +17,7 @@ from integr8s_idem.errors import HandlerCancelledError, LeaseLostError, ServiceS
 from integr8s_idem.failures import FailureAction, FailureRule
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.handlers.reconciliation import ReconcilingExecution
-from integr8s_idem.records import Completed, InProgress
+from integr8s_idem.records import Completed, InProgress, Scheduled
 from integr8s_idem.telemetry import DeliveryOutcome, Signal
 from integr8s_idem.telemetry.log_fields import logging_with
 from integr8s_idem.worker.assignments import AbandonedError, Delivery, WorkItem
@@ -24,10 +25,14 @@ from integr8s_idem.worker.dead_letters import DeadLetter
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor, UnverifiedReplay
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 from integr8s_idem.worker.poison_events import FirstOutcome, RunOnce
+from integr8s_idem.worker.retries import Retries
 from integr8s_idem.worker.value_limits import Turn, ValueLimits
 from integr8s_idem.worker.waiting import Waiting
 
 logger = logging.getLogger(__name__)
+
+LONGEST_LOOK_AHEAD: Final = 60.0
+"""Maximum seconds until the store is asked again for work that is not due yet: an operator may have released it."""
 
 
 class Conclusions:
@@ -66,20 +71,20 @@ class Conclusions:
             case NotStarted():
                 self._leave_limit(item)
                 self._reschedule(item)
-            case InProgress() if execution.on_in_progress is OnInProgress.SKIP:
-                processor.observer.count(Signal.DUPLICATE_BLOCKED, execution.event.event_type)
-                processor.tally.duplicates += 1
-                self._settle(item, DeliveryOutcome.IN_PROGRESS)
-            case InProgress() if execution.on_in_progress is OnInProgress.RAISE:
-                assert isinstance(execution, GuardedExecution)
-                self._wait(item, processor.backoff.pause(execution.work.note_look()))
+            case Scheduled():
+                # Not skipped by any policy: nobody runs it.
+                self._wait_until_due(item, outcome)
             case InProgress():
-                self._wait_for_other_run(item, outcome)
+                self._in_progress(item, outcome)
             case Discarded():
                 processor.note_discarded(execution, outcome)
                 self._settle(item, DeliveryOutcome.DISCARDED, outcome.attempt)
             case HandlerFailed(given_up=False, rule=FailureRule(action=FailureAction.STOP)):
                 self._stop(item, outcome)
+            case HandlerFailed(given_up=False, due_in=timedelta() as due_in) if processor.retries is not None:
+                item.delivery.note_failure(outcome.error, outcome.attempt)
+                processor.note_retry(execution, outcome, due_in.total_seconds())
+                self._retry_later(item, processor.retries, outcome.attempt, due_in)
             case HandlerFailed(given_up=False):
                 item.delivery.note_failure(outcome.error, outcome.attempt)
                 self._wait(item, processor.retry_pause(execution, outcome))
@@ -201,11 +206,36 @@ class Conclusions:
         """Abandon all items that are waiting."""
         self._waiting.abandon_all()
 
-    def _wait_for_other_run(self, item: WorkItem, outcome: InProgress) -> None:
+    def _in_progress(self, item: WorkItem, outcome: InProgress) -> None:
+        """Wait for the other run, or do what the policy says instead."""
         processor, execution = self._processor, item.execution
         assert isinstance(execution, GuardedExecution)
+        if execution.on_in_progress is OnInProgress.SKIP:
+            processor.observer.count(Signal.DUPLICATE_BLOCKED, execution.event.event_type)
+            processor.tally.duplicates += 1
+            self._settle(item, DeliveryOutcome.IN_PROGRESS)
+            return
+        if execution.on_in_progress is OnInProgress.RAISE:
+            self._wait(item, processor.backoff.pause(execution.work.note_look()))
+            return
         processor.tally.waits += execution.work.looks == 0
         self._wait(item, *processor.executor.next_look(execution.work, outcome))
+
+    def _wait_until_due(self, item: WorkItem, outcome: Scheduled) -> None:
+        processor, execution = self._processor, item.execution
+        assert isinstance(execution, GuardedExecution)
+        work, seconds = execution.work, outcome.retry_after.total_seconds()
+        if processor.retries is not None and work.failures is not None and work.failures.schedules:
+            wait = processor.retries.wait_seconds(item.delivery, outcome.retry_after)
+            if wait is None:
+                attempt = max(outcome.attempt, work.failed_runs)
+                self._retry_later(item, processor.retries, attempt, outcome.retry_after)
+                return
+            seconds = wait
+        if work.note_look() == 1:
+            processor.tally.waits += 1
+            processor.observer.count(Signal.WAITED, execution.event.event_type)
+        self._wait(item, min(seconds + 0.01, LONGEST_LOOK_AHEAD))
 
     def _wait(self, item: WorkItem, seconds: float | None = None, until: asyncio.Future[None] | None = None) -> None:
         self._leave_limit(item)
@@ -284,9 +314,29 @@ class Conclusions:
 
         self._tasks.begin_for(delivery, self._processor.dead_letter(delivery, reason), ended)
 
-    def _dead_letter_item(self, item: WorkItem, outcome: Outcome[Any]) -> None:
+    def _retry_later(self, item: WorkItem, retries: Retries, attempt: int, due_in: timedelta) -> None:
+        """Publish a copy to a retry topic and settle the item, or handle it here when it is due."""
+        execution = item.execution
+        assert isinstance(execution, GuardedExecution)
+
+        is_published = False
+
+        async def publishing() -> None:
+            nonlocal is_published
+            is_published = await retries.publish(item.delivery, execution, attempt, due_in)
+
+        def end() -> None:
+            if is_published:
+                self._processor.tally.deferred += 1
+                self._settle(item, DeliveryOutcome.RETRY_LATER, attempt)
+            else:
+                self._reschedule(item)
+
+        self._begin_for(item, publishing(), end)
+
+    def _begin_for(self, item: WorkItem, work: Coroutine[Any, Any, None], end: Callable[[], None]) -> None:
+        """Start `work`, and call `end` when it has succeeded; abandon the item if it was cancelled or abandoned."""
         self._leave_limit(item)
-        work: Coroutine[Any, Any, None] = self._processor.dead_letter_outcome(item.delivery, item.execution, outcome)
 
         def ended(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
@@ -295,9 +345,13 @@ class Conclusions:
             elif error is not None:
                 self.broken(item, error)
             else:
-                self._done(item)
+                end()
 
         self._tasks.begin_for(item.delivery, work, ended, item)
+
+    def _dead_letter_item(self, item: WorkItem, outcome: Outcome[Any]) -> None:
+        work = self._processor.dead_letter_outcome(item.delivery, item.execution, outcome)
+        self._begin_for(item, work, partial(self._done, item))
 
     # Ends.
 

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,7 +31,7 @@ from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.backpressure import Backpressure
 from integr8s_idem.worker.batch_limits import limits_of_batches
 from integr8s_idem.worker.client_options import bounded, connection_options
-from integr8s_idem.worker.delivery_processor import DeliveryProcessor, Tally
+from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.fetch_watchdog import MOST_RENEWALS, PATIENCE, FetchWatchdog
 from integr8s_idem.worker.health import ServiceHealth
 from integr8s_idem.worker.isolation_gate import IsolationGate
@@ -44,9 +44,11 @@ from integr8s_idem.worker.poller import POLL_BACKOFF, POLL_RECORDS, WATCH_SECOND
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.purger import Purger
 from integr8s_idem.worker.replay_policy import ReplayPolicy
+from integr8s_idem.worker.retries import retries_of
 from integr8s_idem.worker.slots import Slots
 from integr8s_idem.worker.static_membership import StaticMembership, instance_id, is_fenced
 from integr8s_idem.worker.store_circuit import StoreCircuit
+from integr8s_idem.worker.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +125,7 @@ class ServiceWorker:
         replay: ReplaySettings | None = None,
         consumer: Callable[[KafkaSettings, str], Consumer] = make_consumer,
         reach_brokers: Callable[[KafkaSettings], Awaitable[None]] | None = None,
+        list_topics: Callable[[KafkaSettings, Collection[str]], Awaitable[Collection[str]]] | None = None,
         on_first_poll: Callable[[], None] = lambda: None,
         process: int = 1,
     ) -> None:
@@ -134,11 +137,13 @@ class ServiceWorker:
             replay: Which replay headers are honored.
             consumer: Creates the Kafka client for a group.
             reach_brokers: Checks whether the brokers respond, while the store is unavailable.
+            list_topics: Returns the topics that exist, given those that are wanted: to find retry topics that are
+                missing, or that were removed from the settings.
             on_first_poll: Called when a client has polled for the first time, before its messages are handled.
             process: Number of this process among those of its supervisor.
 
         Raises:
-            ApplicationError: The service has no topics.
+            ApplicationError: The service has no topics, or its handlers and its retry topics do not match.
         """
         self.name = name
         self.group = service.group_id or group or name
@@ -151,6 +156,15 @@ class ServiceWorker:
         if kafka.group_instance_id is not None:
             own_id = instance_id(kafka.group_instance_id, name, process)
             kafka = kafka.model_copy(update={"group_instance_id": own_id})
+        self.sources = self.topics
+        """The topics of its events, without retry topics."""
+        replay = replay or ReplaySettings()
+        retries = retries_of(name, self.group, dispatcher, publisher, self.topics, service, replay)
+        self._retry_topics = retries.topics if retries is not None else None
+        self._retries = retries
+        if self._retry_topics is not None:
+            self.topics += tuple(topic.name for topic in self._retry_topics.all())
+        self._list_topics = list_topics
         self._kafka = kafka
         self._service = service
         self._make_consumer = consumer
@@ -173,13 +187,14 @@ class ServiceWorker:
             Backoff(service.retry_initial_seconds, service.retry_max_seconds),
             kafka.dead_letter_suffix,
             self.observer,
-            ReplayPolicy(self.group, replay or ReplaySettings()),
+            ReplayPolicy(self.group, replay),
+            retries,
             isolation,
             PoisonEventRunner(isolation, service.isolation_share, service.isolation_seconds, self.observer)
             if service.isolation_share
             else None,
         )
-        self._partitions = PartitionRegistry(name, service.drain_timeout_seconds)
+        self._partitions = PartitionRegistry(name, service.drain_timeout_seconds, self._retry_topics)
         self._backpressure = Backpressure(service.max_in_flight, service.max_in_flight_bytes)
         self._pipeline = Pipeline(
             self._processor, service.ordering, finish=self._finish, left=self._backpressure.remove, fail=self.fail
@@ -331,6 +346,7 @@ class ServiceWorker:
         while not self._stopping.done():
             self._phase, self._joined = "starting", False
             poller = self._poller = self._new_poller(patience)
+            await self._find_retry_topics()
             poller.consumer.subscribe(self.topics, listener=_Listener(self, poller.membership))
             try:
                 joined = await self._start(poller.consumer)
@@ -357,6 +373,34 @@ class ServiceWorker:
 
     def _fenced(self) -> MemberFencedError:
         return MemberFencedError(self.group, self._kafka.group_instance_id or "")
+
+    async def _find_retry_topics(self) -> None:
+        """Subscribe to the retry topics that exist: the client does not start if one of its topics is missing.
+
+        Those that are no longer in the settings are read, too, since copies may still wait there.
+        """
+        retries = self._retries
+        if retries is None or self._list_topics is None:
+            return
+        wanted = [topic.name for topic in retries.topics.all()]
+        try:
+            existing = await self._list_topics(self._kafka, wanted)
+        except BrokerUnavailableError as error:
+            logger.warning("%s: cannot look for its retry topics: %s", self.name, error)
+            return
+        retired = [topic.name for topic in retries.topics.retired(existing)]
+        missing = [name for name in wanted if name not in existing]
+        if retired:
+            logger.info("%s: also reads retry topics that were removed: %s", self.name, ", ".join(retired))
+        if missing:
+            logger.error(
+                "%s: retry topics do not exist: %s. Their events wait in place, and hold up later ones: create the "
+                "topics, and restart the workers",
+                self.name,
+                ", ".join(missing),
+            )
+        retries.missing = frozenset(missing)
+        self.topics = (*self.sources, *(name for name in wanted if name not in missing), *retired)
 
     async def _start(self, consumer: Consumer) -> bool:
         """Start the consumer, and return whether it has joined; `False` if the worker was stopped before.

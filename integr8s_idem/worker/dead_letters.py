@@ -45,6 +45,9 @@ REPLAY_EVENT: Final = "idempotency-replay-event"
 REPLAY_SIGNATURE: Final = "idempotency-replay-signature"
 """Header of a signed replay.  Without it, `[replay] unsigned` decides whether the headers above are honored."""
 
+RETRY_PREFIX: Final = "idempotency-retry-"
+"""Prefix of all headers that are added to a copy in a retry topic; the message's own headers are kept."""
+
 _REPLAY: Final = frozenset({GENERATION, REPLAY_GROUP, REPLAY_HANDLER, REPLAY_EVENT, REPLAY_SIGNATURE})
 
 
@@ -79,7 +82,7 @@ def replay_header(record: Record, header: str) -> bytes:
 
 
 def own_headers(record: Record) -> list[tuple[str, bytes]]:
-    """Return the headers of the original message, without those that dead letters and replays add."""
+    """Return the headers of the original message, without those that dead letters, replays and retries add."""
     return [(name, value) for name, value in record.headers if not _is_added(name)]
 
 
@@ -201,7 +204,7 @@ def dead_letter_fields(record: Record) -> dict[str, bytes]:
 
 
 def _is_added(name: str) -> bool:
-    return name.startswith(PREFIX) or name in _REPLAY
+    return name.startswith((PREFIX, RETRY_PREFIX)) or name in _REPLAY
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -18,11 +18,9 @@ from typing import Any, Final
 from integr8s_idem.codecs import header
 from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.engine.executor import Executor
-from integr8s_idem.engine.outcomes import error_of
 from integr8s_idem.engine.work import Discarded, HandlerFailed, Outcome
 from integr8s_idem.errors import (
     EventTooLargeError,
-    OutcomeUnknownError,
     PublishError,
     StoreError,
     UndecodableEventError,
@@ -30,11 +28,11 @@ from integr8s_idem.errors import (
 from integr8s_idem.events import BaseEvent, EventDecoder
 from integr8s_idem.handlers.dispatcher import EventDispatcher, HandlerExecution
 from integr8s_idem.handlers.handler import GuardedExecution
-from integr8s_idem.records import Corrupt, Failed, KeyReused
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal, Span
 from integr8s_idem.telemetry.log_fields import logging_with
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.backoff import Backoff
+from integr8s_idem.worker.dead_letter_reasons import dead_letter_of, no_handler
 from integr8s_idem.worker.dead_letters import DeadLetter, DeadLetterMessage, is_replay
 from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.kafka_protocols import Record
@@ -50,34 +48,16 @@ from integr8s_idem.worker.replay_policy import (
     follows_a_failure,
 )
 from integr8s_idem.worker.replay_signatures import ReplayClaim
+from integr8s_idem.worker.retries import Retries
+from integr8s_idem.worker.retry_copies import UnverifiedCopyError
 from integr8s_idem.worker.slots import Slots
 from integr8s_idem.worker.store_circuit import StoreCircuit
+from integr8s_idem.worker.tally import Tally
 
 logger = logging.getLogger(__name__)
 
 DEAD_LETTER_BACKOFF = Backoff(initial=0.5, longest=10.0)
 """Delays between attempts to publish a dead letter."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """Counts since the start of a worker."""
-
-    handled: int = 0
-    reruns: int = 0
-    """Handled at the second or a later attempt."""
-    reconciled: int = 0
-    """Handled without a run, because a reconcile function found the effect of an earlier attempt."""
-    duplicates: int = 0
-    """Not handled, since an earlier run had completed."""
-    waits: int = 0
-    retries: int = 0
-    dead_letters: int = 0
-    discarded: int = 0
-    """Settled although their handlers failed, by a rule."""
-    leases_lost: int = 0
-    stale: int = 0
-    """Settled after the partition was revoked, so not committed by this worker."""
 
 
 _NO_SPAN: Final = SILENT.phase(Phase.HANDLE)
@@ -117,6 +97,8 @@ class DeliveryProcessor:
     observer: Observer
     replays: ReplayPolicy
     """Decides which replay headers are honored."""
+    retries: Retries | None = None
+    """Set if the service has retry topics."""
     isolation: IsolationGate = field(default_factory=IsolationGate)
     """Shared by all services of the process."""
     suspects: PoisonEventRunner | None = None
@@ -132,6 +114,8 @@ class DeliveryProcessor:
     def decode(self, delivery: Delivery) -> Decoded:
         """Decode `delivery`, and find its handlers and their keys."""
         record, decision = delivery.record, NO_REPLAY
+        if delivery.assignment.retry is not None and self.retries is not None:
+            return self._decode_copy(delivery, self.retries)
         try:
             if is_replay(record):
                 decision = self._judge(record)
@@ -139,17 +123,45 @@ class DeliveryProcessor:
                     return Decoded()
             event = self.decoder.decode(record.value, record.headers)
         except UndecodableEventError as error:
-            self.observer.count(Signal.DELIVERED)
-            self.observer.count(Signal.UNDECODABLE, reason=error.reason)
-            dead_letter = DeadLetter(error.reason, error, generation=decision.generation)
-            stated_id = header(record.headers, "event_id") or ""
-            return Decoded((), dead_letter, self.observer.processing(record, "", stated_id))
+            return self._undecodable(record, error, decision.generation)
         delivery.event_type = event.event_type
         self.observer.count(Signal.DELIVERED, event.event_type)
         processing = self.observer.processing(record, event.event_type, event.event_id)
         if decision is not NO_REPLAY:
             return self._decoded_replay(record, event, decision, processing)
         return self._decoded(event, decision, processing)
+
+    def _undecodable(self, record: Record, error: UndecodableEventError, generation: int) -> Decoded:
+        self.observer.count(Signal.DELIVERED)
+        self.observer.count(Signal.UNDECODABLE, reason=error.reason)
+        dead_letter = DeadLetter(error.reason, error, generation=generation)
+        stated_id = header(record.headers, "event_id") or ""
+        return Decoded((), dead_letter, self.observer.processing(record, "", stated_id))
+
+    def _decode_copy(self, delivery: Delivery, retries: Retries) -> Decoded:
+        """Decode a message of a retry topic: only its handler runs, and the failed attempts count."""
+        record = delivery.record
+        try:
+            copy = retries.copy_of(delivery)
+            if copy is None:
+                self.observer.count(Signal.DELIVERED)
+                return Decoded()
+            event = self.decoder.decode(record.value, copy.origin.headers)
+            copy.check(event.event_id)
+        except UnverifiedCopyError as error:
+            self.observer.count(Signal.DELIVERED)
+            return Decoded((), DeadLetter("unverified_copy", f"it is not a valid copy of an event: {error}"))
+        except UndecodableEventError as error:
+            return self._undecodable(record, error, 0)
+        delivery.event_type = event.event_type
+        self.observer.count(Signal.DELIVERED, event.event_type)
+        processing = self.observer.processing(record, event.event_type, event.event_id)
+        decoded = self._decoded(event, ReplayDecision(copy.generation, copy.handler), processing)
+        for execution in decoded.executions:
+            if isinstance(execution, GuardedExecution):
+                # If its record has expired, these attempts are not counted there.
+                execution.work.failed_runs = copy.attempt
+        return decoded
 
     def _judge(self, record: Record) -> ReplayDecision:
         decision = self.replays.judge(record)
@@ -180,7 +192,7 @@ class DeliveryProcessor:
             )
             return Decoded((), dead_letter, processing)
         if only is not None and not executions:
-            return Decoded((), _no_handler(only, event, generation), processing)
+            return Decoded((), no_handler(only, event, generation), processing)
         if self.suspects is not None:
             for execution in executions:
                 if isinstance(execution, GuardedExecution):
@@ -232,9 +244,14 @@ class DeliveryProcessor:
 
     def retry_pause(self, execution: HandlerExecution, failed: HandlerFailed) -> float:
         """Return the seconds to wait before a handler that failed is retried, and log them."""
+        pause = self.backoff.pause_by(failed.rule, failed.attempt)
+        self.note_retry(execution, failed, pause)
+        return pause
+
+    def note_retry(self, execution: HandlerExecution, failed: HandlerFailed, pause: float) -> None:
+        """Count and log that a handler that failed is retried after `pause` seconds."""
         self.tally.retries += 1
         self.observer.count(Signal.RETRY, execution.event.event_type)
-        pause = self.backoff.pause_by(failed.rule, failed.attempt)
         with logging_with(attempt=failed.attempt):
             logger.warning(
                 "%s: handler %s failed at attempt %d (%s), retrying in %.1f s",
@@ -245,7 +262,6 @@ class DeliveryProcessor:
                 pause,
                 exc_info=failed.error if logger.isEnabledFor(logging.DEBUG) else None,
             )
-        return pause
 
     def note_discarded(self, execution: HandlerExecution, discarded: Discarded) -> None:
         """Count and log that an event was discarded."""
@@ -263,7 +279,7 @@ class DeliveryProcessor:
 
     async def dead_letter_outcome(self, delivery: Delivery, execution: HandlerExecution, outcome: Outcome[Any]) -> None:
         """Publish the message to the dead-letter topic because of the outcome of `execution`."""
-        await self.dead_letter(delivery, _dead_letter(execution, outcome))
+        await self.dead_letter(delivery, dead_letter_of(execution, outcome))
 
     async def dead_letter(self, delivery: Delivery, dead_letter: DeadLetter) -> None:
         """Publish the message to the dead-letter topic, with retries until the broker has confirmed it."""
@@ -271,8 +287,8 @@ class DeliveryProcessor:
             await self._dead_letter(delivery, dead_letter)
 
     async def _dead_letter(self, delivery: Delivery, dead_letter: DeadLetter) -> None:
-        record = delivery.record
-        topic = record.topic + self.dead_letter_suffix
+        record = delivery.source
+        topic = delivery.source_topic + self.dead_letter_suffix
         message, tries = DeadLetterMessage(dead_letter, record, self.service, self.group), 0
         while True:
             try:
@@ -305,37 +321,3 @@ class DeliveryProcessor:
             # After attempts of a handler, the traceback shows where it failed.
             exc_info=cause if dead_letter.attempts and isinstance(cause, BaseException) else None,
         )
-
-
-def _no_handler(handler: str, event: BaseEvent, generation: int) -> DeadLetter:
-    error = f"it is a replay for handler {handler!r}, but {event.event_type} has no handler with that name"
-    return DeadLetter(
-        "no_handler", error, handler, generation=generation, event_type=event.event_type, event_id=event.event_id
-    )
-
-
-_REASONS: Final[Mapping[type[Outcome[Any]], str]] = {
-    HandlerFailed: "handler_failed",
-    Failed: "previously_failed",
-    KeyReused: "key_reused",
-    Corrupt: "corrupt_record",
-}
-"""Why an outcome is dead-lettered."""
-
-
-def _dead_letter(execution: HandlerExecution, outcome: Outcome[Any]) -> DeadLetter:
-    error = error_of(execution.label, outcome)
-    assert error is not None, f"{outcome} is not a reason for a dead letter"
-    attempts = outcome.attempt if isinstance(outcome, HandlerFailed | Failed) else 0
-    is_unknown = isinstance(outcome, HandlerFailed) and isinstance(error, OutcomeUnknownError)
-    return DeadLetter(
-        "outcome_unknown" if is_unknown else _REASONS[type(outcome)],
-        error,
-        execution.handler.name,
-        execution.label,
-        execution.record_key,
-        attempts,
-        execution.generation,
-        execution.event.event_type,
-        execution.event.event_id,
-    )

@@ -10,6 +10,7 @@ from typing import Any
 from integr8s_idem.telemetry.log_fields import logging_with
 from integr8s_idem.worker.assignments import Assignment
 from integr8s_idem.worker.kafka_protocols import Consumer, Partition
+from integr8s_idem.worker.retry_topics import RetryPartition, RetryTopics
 
 logger = logging.getLogger(__name__)
 
@@ -17,9 +18,15 @@ logger = logging.getLogger(__name__)
 class PartitionRegistry:
     """Starts, closes and ends assignments."""
 
-    def __init__(self, service: str, drain_seconds: float) -> None:
-        """`drain_seconds` is how long running handlers may take when their partition is revoked."""
+    def __init__(self, service: str, drain_seconds: float, retries: RetryTopics | None = None) -> None:
+        """
+        Args:
+            service: Name of the service.
+            drain_seconds: How long running handlers may take when their partition is revoked.
+            retries: The retry topics of the service, if it has any.
+        """
         self._service = service
+        self._retries = retries
         self._drain_seconds = drain_seconds
         self.assignments: dict[Partition, Assignment] = {}
         self._leftover: list[Assignment] = []
@@ -27,10 +34,15 @@ class PartitionRegistry:
 
     def begin(self, partitions: Iterable[Partition]) -> list[Assignment]:
         """Start assignments of `partitions`."""
-        new = [Assignment(Partition(*partition), self._service) for partition in partitions]
+        new = [self._new(Partition(*partition)) for partition in partitions]
         self.assignments.update({assignment.partition: assignment for assignment in new})
         logger.info("%s: assigned partitions: %d", self._service, len(self.assignments))
         return new
+
+    def _new(self, partition: Partition, start: int | None = None) -> Assignment:
+        topic = self._retries.find(partition.topic) if self._retries is not None else None
+        retry = RetryPartition(topic) if topic is not None else None
+        return Assignment(partition, self._service, start=start, retry=retry)
 
     def close_all(self) -> None:
         """Close all assignments without waiting."""
@@ -70,7 +82,7 @@ class PartitionRegistry:
                 offset,
             )
         self.end(old)
-        assignment = self.assignments[old.partition] = Assignment(old.partition, self._service, start=offset)
+        assignment = self.assignments[old.partition] = self._new(old.partition, offset)
         return assignment
 
     def end_all(self) -> None:

@@ -22,6 +22,7 @@ from integr8s_idem.worker.client_options import bounded
 from integr8s_idem.worker.fetch_watchdog import FetchWatchdog
 from integr8s_idem.worker.kafka_protocols import Consumer, Partition
 from integr8s_idem.worker.partition_registry import PartitionRegistry
+from integr8s_idem.worker.retry_topics import MOST_FETCHED
 from integr8s_idem.worker.static_membership import StaticMembership, is_fenced
 
 logger = logging.getLogger(__name__)
@@ -153,11 +154,26 @@ class Poller:
         other, most partitions would have nothing in flight, and little would be handled concurrently.
         """
         most, assignments = min(POLL_RECORDS, self._backpressure.room), self._partitions.assignments
+        retries = [partition for partition, assignment in assignments.items() if assignment.retry is not None]
+        if retries:
+            return await self._next_with_retries(retries, most)
         if self._is_ordered and len(assignments) > 1:
             for partitions, lacking in self._backpressure.neediest(assignments):
                 if batches := await self._fetch(*partitions, most=min(most, lacking), seconds=0.0):
                     return batches
         return await self._fetch(most=most)
+
+    async def _next_with_retries(self, retries: Sequence[Partition], most: int) -> Mapping[Any, Sequence[Any]]:
+        """Fetch a few copies if there are any, otherwise from the topics of events: copies must not fill the memory."""
+        if batches := await self._fetch(*retries, most=MOST_FETCHED, seconds=0.0):
+            return batches
+        assignments = self._partitions.assignments
+        if self._is_ordered:
+            for partitions, lacking in self._backpressure.neediest(assignments):
+                if batches := await self._fetch(*partitions, most=min(most, lacking), seconds=0.0):
+                    return batches
+        events = [partition for partition in assignments if partition not in retries]
+        return await self._fetch(*(events or retries), most=most if events else MOST_FETCHED)
 
     def _apply_pressure(self) -> None:
         self._backpressure.apply(self.consumer, self._partitions.assignments, hold=self._hold())
@@ -317,6 +333,8 @@ class Poller:
             assignment = self._partitions.assignments.get(partition)
             if assignment is None or assignment.closed or not records:
                 continue  # revoked or closing: the messages will be redelivered
+            if assignment.retry is not None:
+                assignment.retry.log_end = self.consumer.highwater(partition) or 0
             expected = assignment.progress.next_offset
             if expected is not None and records[0].offset < expected:
                 assignment = self._partitions.restart(assignment, records[0].offset)

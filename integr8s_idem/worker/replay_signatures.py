@@ -11,6 +11,9 @@ _PURPOSE: Final = b"integr8s-idem replay 1"
 """The first signed field, so that signatures made for another purpose are not valid here."""
 
 
+_COPY_PURPOSE: Final = b"integr8s-idem retry 1"
+
+
 class ReplayClaim(NamedTuple):
     """What the replay headers of a message claim."""
 
@@ -51,6 +54,19 @@ def signature_of(claim: ReplayClaim, value: bytes | None, headers: Iterable[tupl
         own,
     )
     return hmac.new(secret, _joined(fields), hashlib.sha256).hexdigest().encode()
+
+
+def copy_signature(topic: str, fields: Sequence[bytes], value: bytes | None, secret: bytes) -> bytes:
+    """Return the signature of a copy in a retry topic.
+
+    Args:
+        topic: The retry topic.
+        fields: The values of its headers, in their order.  One of them is the hash of the event's id.
+        value: The body of the message; `None` equals an empty one.
+        secret: The key of the HMAC.
+    """
+    signed = (_COPY_PURPOSE, topic.encode(), *fields, hashlib.sha256(value or b"").digest())
+    return hmac.new(secret, _joined(signed), hashlib.sha256).hexdigest().encode()
 
 
 def is_signed(

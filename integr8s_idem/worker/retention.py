@@ -11,6 +11,7 @@ from typing import Final
 
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.diagnostics import Code, Finding, Severity
+from integr8s_idem.worker.retry_topics import RetryTopics
 
 TTL: Final = "idempotency.default_ttl_seconds"
 PRODUCER: Final = "producer"
@@ -54,6 +55,8 @@ class BrokerFacts:
     """Whether missing topics are created at first use; `None` if unknown."""
     session_bounds: tuple[float, float] | None = None
     """Minimum and maximum session timeout in seconds; `None` if unknown."""
+    existing: frozenset[str] = frozenset()
+    """Names of all topics, to find retry topics that are no longer in use; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class Reading:
     """`None` if its handlers are not guarded."""
     ttl_setting: str = TTL
     """Name of the setting."""
+    retries: RetryTopics | None = None
+    """Its retry topics, which may be none; `None` if its consumer group is unknown."""
 
 
 def retention_findings(kafka: KafkaSettings, readings: Iterable[Reading], facts: BrokerFacts) -> list[Finding]:

@@ -24,6 +24,7 @@ from integr8s_idem.records import (
     Previous,
     Reserved,
     ReserveRequest,
+    Scheduled,
     StoredResult,
 )
 from integr8s_idem.stores import PurgeSupport
@@ -63,7 +64,8 @@ ADVICE: Final = (
     "from the next minor version on: see CONTRIBUTING.md, Formats of records."
 )
 
-READABLE: Final[dict[str, str]] = {}
+SCHEDULED_IN_0_2: Final = "0.2 answers InProgress until it is due: decision 77 and its tests in 0.2"
+READABLE: Final[dict[str, str]] = {"scheduled": SCHEDULED_IN_0_2, "scheduled_after_a_lapse": SCHEDULED_IN_0_2}
 """Scenarios whose records have another form than in the previous minor version, which reads them, and why it can."""
 
 
@@ -166,6 +168,10 @@ async def test_every_record_gets_the_verdict_of_its_state(store: RawStore, golde
         record, state = golden["records"][name]["record"], SCENARIOS[name].state
         if state == "running":
             assert isinstance(verdict, InProgress), name
+            assert (verdict.attempt, verdict.owner) == (record["attempt"], record["owner"]), name
+            assert timedelta(days=1) < verdict.retry_after <= LEASE, name
+        elif state == "scheduled":
+            assert isinstance(verdict, Scheduled), name
             assert (verdict.attempt, verdict.owner) == (record["attempt"], record["owner"]), name
             assert timedelta(days=1) < verdict.retry_after <= LEASE, name
         elif state == "completed":
@@ -312,9 +318,7 @@ def scheduled(store: RawStore, golden: dict[str, Any], state: str) -> Raw:
 
 
 @pytest.mark.scenario(140)
-async def test_scheduled_work_of_a_later_version_is_in_progress_until_its_time(
-    store: RawStore, golden: dict[str, Any]
-) -> None:
+async def test_scheduled_work_of_any_version_waits_for_its_time(store: RawStore, golden: dict[str, Any]) -> None:
     raw = scheduled(store, golden, "running")
     await store.repository.delete([one["record"]["key"] for one in golden["records"].values()])
     await store.load(raw)
@@ -322,7 +326,7 @@ async def test_scheduled_work_of_a_later_version_is_in_progress_until_its_time(
 
     for _ in range(2):
         verdicts = await store.repository.reserve([request_of(one.key) for one in former])
-        assert [type(verdict) for verdict in verdicts] == [InProgress] * len(former)
+        assert [type(verdict) for verdict in verdicts] == [Scheduled] * len(former)
         assert all(timedelta(days=1) < verdict.retry_after <= LEASE for verdict in verdicts)
         # The former owner has given it up.
         assert await store.repository.renew(former, LEASE) == [False] * len(former)

@@ -28,7 +28,7 @@ BY_FIELDS: Final = b"\x81set" + bytes(range(12))
 LEASE: Final = timedelta(days=15_000)
 RETENTION: Final = timedelta(days=30_000)
 
-State = Literal["running", "lapsed", "released", "completed", "failed", "deleted"]
+State = Literal["running", "lapsed", "released", "scheduled", "completed", "failed", "deleted"]
 
 
 @dataclass
@@ -69,6 +69,9 @@ class Life:
 
     async def release(self) -> None:
         assert await self.store.release([self.reservation]) == [True]
+
+    async def schedule(self) -> None:
+        assert await self.store.release([self.reservation], delay=LEASE, retention=RETENTION) == [True]
 
     async def complete(self, result: StoredResult | None = None, *, dropped: bool = False) -> None:
         done = Completion(reservation=self.reservation, ttl=RETENTION, result=result, result_dropped=dropped)
@@ -199,6 +202,19 @@ async def released_after_a_lapse(life: Life) -> None:
     await life.reserve(lapses=True)
     await life.reserve()
     await life.release()
+
+
+@scenario("scheduled")
+async def scheduled(life: Life) -> None:
+    await life.reserve(fingerprint=BY_FIELDS, trace=TRACE)
+    await life.schedule()
+
+
+@scenario("scheduled")
+async def scheduled_after_a_lapse(life: Life) -> None:
+    await life.reserve(lapses=True)
+    await life.reserve(alone=True)
+    await life.schedule()
 
 
 @scenario("completed")

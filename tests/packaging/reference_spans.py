@@ -37,7 +37,9 @@ _OWN: Final = {
     conventions.DELIVERY: "topic, partition and offset",
     conventions.OUTCOME: "how the delivery ended: see below",
     conventions.ATTEMPT: "number of the attempt, or of the last one of the delivery",
-    conventions.VERDICT: "the answer: `Reserved`, `InProgress`, `Completed`, `Failed`, `KeyReused` or `Corrupt`",
+    conventions.VERDICT: (
+        "the answer: `Reserved`, `InProgress`, `Scheduled`, `Completed`, `Failed`, `KeyReused` or `Corrupt`"
+    ),
     conventions.PREVIOUS: "how the previous attempt ended: `lapsed` or `released`",
     conventions.ANSWER: "the answer of a reconcile function: `done`, `not_done` or `unknown`; absent after an error",
     conventions.LOOKS: "how many times the key was found in progress",
@@ -56,6 +58,7 @@ _OUTCOMES: Final = {
     DeliveryOutcome.DUPLICATE: "an earlier run had completed; its result was used",
     DeliveryOutcome.EXECUTED: "the handler has run",
     DeliveryOutcome.IN_PROGRESS: 'skipped, since another run was in progress (`on_in_progress = "skip"`)',
+    DeliveryOutcome.RETRY_LATER: "settled, since a copy of it waits in a retry topic",
     DeliveryOutcome.DISCARDED: "settled, although its handler failed, by a rule",
     DeliveryOutcome.RELEASED: "not settled, and will be redelivered: the partition was revoked, or the worker stopped",
     DeliveryOutcome.LOST_LEASE: "as `released`, after a run had lost its lease",

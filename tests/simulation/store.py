@@ -22,6 +22,7 @@ from integr8s_idem.records import (
     StoreHealth,
     Verdict,
 )
+from integr8s_idem.stores import NO_DELAY
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.virtual_time import EPOCH
 from tests.simulation.history import History
@@ -142,8 +143,10 @@ class Server:
     def fail(self, failure: Failure) -> bool:
         return self._write("fail", failure.reservation, lambda: self.inner.fail([failure]))
 
-    def release(self, reserved: Reserved) -> bool:
-        answer = self._write("release", reserved, lambda: self.inner.release([reserved]))
+    def release(self, reserved: Reserved, delay: timedelta = NO_DELAY, retention: timedelta = NO_DELAY) -> bool:
+        answer = self._write(
+            "release", reserved, lambda: self.inner.release([reserved], delay=delay, retention=retention)
+        )
         if answer:
             self._history.truth.released.add((reserved.key, reserved.fence))
         return answer
@@ -210,8 +213,12 @@ class SimulatedStoreClient:
     async def fail(self, failures: Sequence[Failure]) -> list[bool]:
         return await self._call("fail", lambda: [self.server.fail(failure) for failure in failures])
 
-    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
-        return await self._call("release", lambda: [self.server.release(reserved) for reserved in reservations])
+    async def release(
+        self, reservations: Sequence[Reserved], *, delay: timedelta = NO_DELAY, retention: timedelta = NO_DELAY
+    ) -> list[bool]:
+        return await self._call(
+            "release", lambda: [self.server.release(reserved, delay, retention) for reserved in reservations]
+        )
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
         return await self._call("get", lambda: at_once(self.server.inner.get(keys)))

@@ -67,11 +67,12 @@ async def running(
     *,
     replay: Any = None,
     on_first_poll: Any = lambda: None,
+    list_topics: Any = None,
     **service: Any,
 ) -> AsyncIterator[RunningWorker]:
     """Run a worker that consumes `broker`, and drain it at the end of the block.
 
-    `replay` is a `ReplaySettings`, and `on_first_poll` a function without arguments.
+    `replay` is a `ReplaySettings`, `on_first_poll` a function without arguments, and `list_topics` that of the worker.
     """
     consumer = FakeConsumer(broker)
     worker = ServiceWorker(
@@ -83,6 +84,7 @@ async def running(
         replay=replay,
         consumer=lambda settings, group: consumer,
         on_first_poll=on_first_poll,
+        list_topics=list_topics,
     )
     running_worker = RunningWorker(worker, broker, consumer)
     try:

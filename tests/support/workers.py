@@ -80,6 +80,7 @@ class Shop:
         service: ServiceSettings = QUICK,
         kafka: KafkaSettings | None = None,
         guarded: bool = True,
+        list_topics: Any = None,
         **config: Any,
     ) -> WorkerInTest:
         """Start a worker and wait until it has joined its group."""
@@ -99,6 +100,7 @@ class Shop:
             service,
             group=self.settings.topic_prefix + self.group,
             replay=SIGNED.replay,
+            list_topics=list_topics,
         )
         running = WorkerInTest(worker, manager, publisher, asyncio.create_task(worker.run()))
         self.stack.push_async_callback(running.stop)

@@ -43,6 +43,7 @@ from integr8s_idem.records import (
     InProgress,
     KeyReused,
     Reserved,
+    Scheduled,
     StoreHealth,
 )
 
@@ -71,11 +72,11 @@ async def a_run_has_the_type_of_its_function(manager: IdempotencyManager) -> Non
 
 async def a_verdict_is_an_exhaustive_union(manager: IdempotencyManager) -> str:
     verdict = await manager.reserve("order:1")
-    assert_type(verdict, Reserved | InProgress | Completed | Failed | KeyReused | Corrupt)
+    assert_type(verdict, Reserved | InProgress | Scheduled | Completed | Failed | KeyReused | Corrupt)
     match verdict:
         case Reserved(attempt=attempt):
             return f"reserved, attempt {assert_type(attempt, int)}"
-        case InProgress(retry_after=retry_after):
+        case InProgress(retry_after=retry_after) | Scheduled(retry_after=retry_after):
             return f"retry after {assert_type(retry_after, timedelta)}"
         case Completed() | Failed() | KeyReused() | Corrupt():
             return "no"

@@ -15,6 +15,7 @@ LEASE = timedelta(seconds=30)
 EXAMPLES: list[IdempotencyError] = [
     errors.KeyReusedError("order:1", b"\x01" * 16, b"\x02" * 16),
     errors.InProgressError("order:1", 1, LEASE, "billing-7"),
+    errors.ScheduledError("order:1", 1, LEASE, "billing-7"),
     errors.IdempotencyConflictError("order:1", 1, LEASE, "billing-7", LEASE),
     errors.PreviouslyFailedError("order:1", 5, "ValueError: no"),
     errors.LeaseLostError("order:1", 1, LEASE, "billing", "billing-7"),
@@ -81,6 +82,7 @@ def test_exactly_these_errors_are_retryable() -> None:
     assert {type(error).__name__ for error in EXAMPLES if error.retryable} == {
         "InProgressError",
         "IdempotencyConflictError",
+        "ScheduledError",
         "LeaseLostError",
         "HandlerTimeoutError",
         "HandlerCancelledError",

@@ -99,6 +99,9 @@ class NextDelivery:
 
     def _processing(self, state: RecordState) -> str:
         record, attempt = state.record, state.record.attempt + 1
+        if state.lease is Lease.SCHEDULED:
+            offset = "; a worker waits for that, or publishes a copy to a retry topic" if self.by_worker else ""
+            return f"would wait: attempt {attempt} is scheduled in {format_duration(state.lease_left)}{offset}"
         if state.lease is Lease.HELD:
             left = format_duration(state.lease_left)
             dead = f"if the owner is dead, attempt {attempt} takes over when the lease ends in {left}"

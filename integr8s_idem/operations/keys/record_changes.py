@@ -140,7 +140,9 @@ class RecordChanger:
                 continue
             state = RecordState(found)
             lease = self._settings.idempotency_for(parsed.scope).lease
-            if state.lease is not Lease.HELD:
+            if state.lease is Lease.SCHEDULED:
+                yield found, parsed  # nobody holds it, so nobody can lose it
+            elif state.lease is not Lease.HELD:
                 summary.skipped[NOT_HELD] += 1
             elif state.is_owner_alive(lease) and not force:
                 summary.skipped[RENEWED] += 1
@@ -156,7 +158,7 @@ class RecordChanger:
                     yield found, parsed
                 else:
                     summary.skipped[CORRUPT] += 1
-            elif RecordState(found).lease is Lease.HELD and not in_progress:
+            elif RecordState(found).lease in (Lease.HELD, Lease.SCHEDULED) and not in_progress:
                 summary.skipped[HELD] += 1
             else:
                 yield found, parsed

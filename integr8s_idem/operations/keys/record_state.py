@@ -25,6 +25,8 @@ class Lease(str, Enum):
     """It expired without an outcome: its owner crashed or stalled."""
     RELEASED = "released"
     """Its owner or an operator released it."""
+    SCHEDULED = "scheduled"
+    """Nobody holds it: an attempt failed, and the next one is not due yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,14 @@ class RecordState:
             return None
         if record.lease_until is None:
             return Lease.RELEASED
-        return Lease.HELD if record.lease_until > self.now else Lease.LAPSED
+        if record.lease_until > self.now:
+            return Lease.SCHEDULED if record.is_scheduled else Lease.HELD
+        # Nobody held scheduled work, so it has not crashed when it is due.
+        return Lease.RELEASED if record.is_scheduled else Lease.LAPSED
 
     @property
     def lease_left(self) -> timedelta:
-        """Time until the lease ends; negative once it has ended; zero without a lease."""
+        """Time until the lease ends, or scheduled work is due; negative afterwards; zero without a lease."""
         return self.record.lease_until - self.now if self.record.lease_until is not None else timedelta()
 
     @property

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from integr8s_idem.config.store_sections import MOST_RESULT_BYTES
-from integr8s_idem.records import Completion, Failure, IdempotencyRecord, Reserved
+from integr8s_idem.records import NOBODY, Completion, Failure, IdempotencyRecord, Reserved
 from integr8s_idem.stores.dynamodb.items import (
     COMPLETED,
     FAILED,
@@ -99,6 +99,25 @@ def renew_lease_and_record(reserved: Reserved, until: int, expires_at: int, earl
 
 def release_lease(reserved: Reserved, earliest: int) -> Arguments:
     return _update_held(reserved, "SET #lease_until = :nothing", HELD, {":nothing": _NOTHING}, earliest)
+
+
+def schedule_work(reserved: Reserved, due: int, expires_at: int, earliest: int) -> Arguments:
+    """Let nobody hold the record until `due`, and keep it until `expires_at`, if it does not live longer."""
+    update = "SET #lease_until = :due, #token = :nobody, #expires_at = :expires_at, #purge_at = :purge"
+    values = {
+        ":due": number(due),
+        ":nobody": {"B": NOBODY},
+        ":expires_at": number(expires_at),
+        ":purge": purge_at(expires_at),
+    }
+    return _update_held(reserved, update, f"{HELD} AND #expires_at < :expires_at", values, earliest)
+
+
+def schedule_work_of_lasting_record(reserved: Reserved, due: int, expires_at: int, earliest: int) -> Arguments:
+    """Let nobody hold the record until `due`, if it lives until `expires_at` anyway."""
+    values = {":due": number(due), ":nobody": {"B": NOBODY}, ":expires_at": number(expires_at)}
+    update = "SET #lease_until = :due, #token = :nobody"
+    return _update_held(reserved, update, f"{HELD} AND #expires_at >= :expires_at", values, earliest)
 
 
 def settle_record(outcome: Completion | Failure, now: int, earliest: int) -> Arguments:

@@ -5,7 +5,7 @@ Times are microseconds since 1970, by DynamoDB's clock.  `status` is 1 processin
 attempts, and `alone` says that the current one runs alone; they are omitted if 0 or false.
 
 An item in processing whose `token` is 16 zero bytes belongs to nobody: the work is scheduled, and to be tried again
-when `lease_until` has passed.  Later versions write such items, and may add attributes, which this one ignores.
+when `lease_until` has passed.  Later versions may add attributes, which this one ignores.
 
 `purge_at` is the TTL attribute of the table: whole seconds, an hour after `expires_at`.  Until then, a deleted record
 stays as a tombstone of key and fence, so that no fence is used twice.
@@ -19,6 +19,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeAlias
 
 from integr8s_idem.records import (
+    NOBODY,
     Completed,
     Failed,
     IdempotencyRecord,
@@ -28,6 +29,7 @@ from integr8s_idem.records import (
     Previous,
     Reserved,
     ReserveRequest,
+    Scheduled,
     StoredResult,
     TraceLink,
     is_other_payload,
@@ -222,7 +224,7 @@ def holds(entry: Entry, reserved: Reserved, now: int) -> bool:
 
 def existing_verdict(
     request: ReserveRequest, entry: Entry, now: int
-) -> InProgress | Completed | Failed | KeyReused | None:
+) -> InProgress | Scheduled | Completed | Failed | KeyReused | None:
     """Return the verdict of an existing record on `request`; `None` if the key can be reserved."""
     stored, offered = entry.fingerprint, request.fingerprint
     if stored is not None and offered is not None and is_other_payload(stored, offered):
@@ -232,7 +234,8 @@ def existing_verdict(
     if entry.lease_until <= now or entry.token == request.token:
         return None
     left = timedelta(microseconds=entry.lease_until - now)
-    return InProgress(key=request.key, attempt=entry.attempt, retry_after=left, owner=entry.owner)
+    pending = Scheduled if entry.token == NOBODY else InProgress
+    return pending(key=request.key, attempt=entry.attempt, retry_after=left, owner=entry.owner)
 
 
 def _outcome(entry: Entry) -> Completed | Failed:
@@ -269,6 +272,7 @@ def record_of(entry: Entry, now: int) -> IdempotencyRecord:
         lapsed=entry.lapsed if processing else 0,
         lapsed_alone=entry.lapsed_alone if processing else 0,
         alone=processing and entry.alone,
+        is_scheduled=processing and entry.lease_until > 0 and entry.token == NOBODY,
         seen_at=_moment(now),
     )
 

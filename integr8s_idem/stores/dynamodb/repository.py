@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -22,7 +24,7 @@ from integr8s_idem.records import (
     StoreHealth,
     Verdict,
 )
-from integr8s_idem.stores import Surveyed
+from integr8s_idem.stores import NO_DELAY, Surveyed
 from integr8s_idem.stores.dynamodb import expressions
 from integr8s_idem.stores.dynamodb.batches import map_concurrently
 from integr8s_idem.stores.dynamodb.calls import Calls, ConditionFailedError, retries
@@ -245,8 +247,14 @@ class DynamoIdempotencyRepository:
 
         return await map_concurrently(settled, lambda one: one.reservation.key, settle, self._concurrency)
 
-    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
+    async def release(
+        self, reservations: Sequence[Reserved], *, delay: timedelta = NO_DELAY, retention: timedelta = NO_DELAY
+    ) -> list[bool]:
         await self._ensure_clock("release")
+        if delay > NO_DELAY:
+            times = microseconds(delay), microseconds(retention)
+            schedule = partial(self._schedule, times=times)
+            return await map_concurrently(reservations, lambda one: one.key, schedule, self._concurrency)
 
         async def release(one: Reserved) -> bool:
             change = expressions.release_lease(one, self._clock.earliest())
@@ -257,6 +265,25 @@ class DynamoIdempotencyRepository:
             return True
 
         return await map_concurrently(reservations, lambda one: one.key, release, self._concurrency)
+
+    async def _schedule(self, one: Reserved, times: tuple[int, int]) -> bool:
+        delay, retention = times
+        due, earliest = self._clock.latest() + delay, self._clock.earliest()
+        schedule = expressions.schedule_work
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                await self._send("release", self.client.update_item, schedule(one, due, due + retention, earliest))
+            except ConditionFailedError as refused:
+                entry = _entry_or_none(refused.item)
+                if entry is not None and holds(entry, replace(one, token=NOBODY), earliest):
+                    return True  # by an earlier call, whose response was lost
+                if entry is None or not holds(entry, one, earliest):
+                    return False
+                lasts = entry.expires_at >= due + retention
+                schedule = expressions.schedule_work_of_lasting_record if lasts else expressions.schedule_work
+            else:
+                return True
+        raise StoreUnavailableError("release", _CONTENDED.format(key=one.key))
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
         await self._ensure_clock("get")

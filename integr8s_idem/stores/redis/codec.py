@@ -24,9 +24,8 @@ A record in processing, format 2:
                    read it as the end of the owner.  Later versions may append a comma and more: this one ignores it,
                    and a takeover removes it
 
-A token of 16 zero bytes belongs to nobody: the work is scheduled, and to be tried again when the lease ends.  Later
-versions write such records.  This one answers `InProgress` until then; who takes the record over afterwards follows a
-released attempt.
+A token of 16 zero bytes belongs to nobody: the work is scheduled, and to be tried again when the lease ends.  Until
+then, the verdict is `Scheduled`; who takes the record over afterwards follows a released attempt.
 
 A settled record, format 3, is compact, since millions of them are kept for days:
 
@@ -80,6 +79,7 @@ from zlib import crc32
 
 from integr8s_idem.records import (
     JSON,
+    NOBODY,
     Completed,
     Completion,
     Corrupt,
@@ -92,6 +92,7 @@ from integr8s_idem.records import (
     Previous,
     Reserved,
     ReserveRequest,
+    Scheduled,
     StoredResult,
     TraceLink,
     Verdict,
@@ -461,7 +462,8 @@ def verdict_of(request: ReserveRequest, answer: bytes, now_us: int) -> Verdict:
             trace=previous_trace,
         )
     remaining = timedelta(microseconds=max(stored.time_ms * 1000 - now_us, 0))
-    return InProgress(key=key, attempt=stored.attempt, retry_after=remaining, owner=stored.owner)
+    pending = Scheduled if stored.token == NOBODY else InProgress
+    return pending(key=key, attempt=stored.attempt, retry_after=remaining, owner=stored.owner)
 
 
 def _split(answer: bytes) -> tuple[TraceLink | None, bytes]:
@@ -501,6 +503,7 @@ def record_of(key: str, raw: bytes, now_us: int, life: int) -> IdempotencyRecord
         lapsed=lapsed,
         lapsed_alone=lapsed_alone,
         alone=alone,
+        is_scheduled=processing and stored.time_ms > 0 and stored.token == NOBODY,
         seen_at=_EPOCH + timedelta(microseconds=now_us),
     )
 

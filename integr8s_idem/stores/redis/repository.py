@@ -22,7 +22,7 @@ from integr8s_idem.records import (
     StoreHealth,
     Verdict,
 )
-from integr8s_idem.stores import Surveyed
+from integr8s_idem.stores import NO_DELAY, Surveyed
 from integr8s_idem.stores.redis import batch_codec, codec, keyspace, scripts
 from integr8s_idem.stores.redis.batch_codec import ASK_AGAIN, OTHER_TYPE, OTHER_TYPE_REASON
 from integr8s_idem.stores.redis.batches import MOST_KEYS, slices
@@ -88,8 +88,14 @@ class RecordsInRedis:
         ]
         return await self._write("fail", scripts.SETTLE, keys, arguments, [_FAILED])
 
-    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
+    async def release(
+        self, reservations: Sequence[Reserved], *, delay: timedelta = NO_DELAY, retention: timedelta = NO_DELAY
+    ) -> list[bool]:
         keys = [reservation.key for reservation in reservations]
+        if delay > NO_DELAY:
+            holders = list(map(codec.encode_holder, reservations))
+            times = codec.encode_times(delay, delay + max(retention, NO_DELAY))
+            return await self._write("release", scripts.SCHEDULE, keys, holders, [times])
         arguments = [codec.encode_holder(item) + codec.encode_life(2 * item.lease) for item in reservations]
         return await self._write("release", scripts.RELEASE, keys, arguments)
 

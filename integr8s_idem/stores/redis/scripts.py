@@ -32,10 +32,11 @@ RESERVE: Final = _script("reserve")
 SETTLE: Final = _script("settle")
 RENEW: Final = _script("renew")
 RELEASE: Final = _script("release")
+SCHEDULE: Final = _script("schedule")
 READ: Final = _script("read", writes=False)
 MARK: Final = _script("mark")
 SEEN: Final = _script("seen")
-SCRIPTS: Final = (RESERVE, SETTLE, RENEW, RELEASE, READ, MARK, SEEN)
+SCRIPTS: Final = (RESERVE, SETTLE, RENEW, RELEASE, SCHEDULE, READ, MARK, SEEN)
 
 Command = tuple[str | bytes | int, ...] | bytes
 """A command, in parts or packed."""

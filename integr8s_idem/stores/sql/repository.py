@@ -36,7 +36,7 @@ from integr8s_idem.records import (
     StoreHealth,
     Verdict,
 )
-from integr8s_idem.stores import Surveyed
+from integr8s_idem.stores import NO_DELAY, Surveyed
 from integr8s_idem.stores.sql import bulk_statements, record_admin, reserve_statements, statements
 from integr8s_idem.stores.sql.batches import size_limited_batches, unique_key_batches
 from integr8s_idem.stores.sql.dialects import dialect_of
@@ -175,8 +175,15 @@ class SqlIdempotencyRepository:
             "renew", reservations, lambda part: statements.renew_leases(self._dialect, part, microseconds(lease))
         )
 
-    async def release(self, reservations: Sequence[Reserved]) -> list[bool]:
-        return await self._change("release", reservations, lambda part: statements.release_leases(self._dialect, part))
+    async def release(
+        self, reservations: Sequence[Reserved], *, delay: timedelta = NO_DELAY, retention: timedelta = NO_DELAY
+    ) -> list[bool]:
+        def change(part: Sequence[Reserved]) -> list[Executable]:
+            if delay > NO_DELAY:
+                return statements.schedule_work(self._dialect, part, microseconds(delay), microseconds(retention))
+            return statements.release_leases(self._dialect, part)
+
+        return await self._change("release", reservations, change)
 
     async def _change(
         self, operation: str, reservations: Sequence[Reserved], change: Callable[[Sequence[Reserved]], list[Executable]]

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from integr8s_idem.records import (
+    NOBODY,
     Completed,
     Completion,
     Corrupt,
@@ -16,9 +17,11 @@ from integr8s_idem.records import (
     IdempotencyStatus,
     InProgress,
     KeyReused,
+    Pending,
     Previous,
     Reserved,
     ReserveRequest,
+    Scheduled,
     StoredResult,
     TraceLink,
     Verdict,
@@ -104,7 +107,8 @@ def _verdict(request: ReserveRequest, row: Any, now: int) -> Verdict:
         )
     if row.status == PROCESSING:
         left = timedelta(microseconds=max(0, (row.lease_until or now) - now))
-        return InProgress(key=request.key, attempt=row.attempt, retry_after=left, owner=unescaped(row.owner))
+        pending = Scheduled if _is_scheduled(row) else InProgress
+        return pending(key=request.key, attempt=row.attempt, retry_after=left, owner=unescaped(row.owner))
     if row.status == FAILED:
         return Failed(
             key=request.key,
@@ -121,6 +125,10 @@ def _verdict(request: ReserveRequest, row: Any, now: int) -> Verdict:
         result_dropped=bool(row.result_dropped),
         trace=_trace(row.trace),
     )
+
+
+def _is_scheduled(row: Any) -> bool:
+    return row.status == PROCESSING and row.lease_until is not None and bytes(row.token) == NOBODY
 
 
 def _history(row: Any) -> tuple[int, int, bool]:
@@ -147,7 +155,7 @@ def is_final(verdict: Verdict, row: Any, now: int) -> bool:
         return bool(row.fence == now)
     if isinstance(verdict, Corrupt):
         return True
-    lapsed = isinstance(verdict, InProgress) and not verdict.retry_after
+    lapsed = isinstance(verdict, Pending) and not verdict.retry_after
     return bool(row.expires_at > now) and not lapsed
 
 
@@ -187,6 +195,7 @@ def _record(row: Any) -> IdempotencyRecord | Corrupt:
         lapsed=lapsed,
         lapsed_alone=lapsed_alone,
         alone=alone,
+        is_scheduled=_is_scheduled(row),
         seen_at=_moment(row.read_at),
     )
 

@@ -10,7 +10,7 @@ the row over from; null if there was none.  `headers` is JSON, pairs of a name a
 0 if a worker of version 3 or earlier wrote it.
 
 A row in processing whose `token` is 16 zero bytes belongs to nobody: the work is scheduled, and to be tried again when
-`lease_until` has passed.  Later versions write such rows, and may add columns with defaults.
+`lease_until` has passed.  Later versions may add columns with defaults.
 
 This is the current schema.  The migrations that create each version are in version_*.sql.
 """

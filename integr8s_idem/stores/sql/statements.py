@@ -19,7 +19,9 @@ from sqlalchemy import (
     delete,
     func,
     literal,
+    literal_column,
     null,
+    or_,
     select,
     text,
     true,
@@ -28,7 +30,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-from integr8s_idem.records import Reserved
+from integr8s_idem.records import NOBODY, Reserved
 from integr8s_idem.stores.sql import array_parameters
 from integr8s_idem.stores.sql.dialects import Dialect
 from integr8s_idem.stores.sql.reserve_statements import latest
@@ -51,18 +53,41 @@ def release_leases(dialect: Dialect, reservations: Sequence[Reserved]) -> list[E
     return _held(dialect, reservations, true(), {"lease_until": null()})
 
 
+def schedule_work(dialect: Dialect, reservations: Sequence[Reserved], delay: int, retention: int) -> list[Executable]:
+    """Let nobody hold the rows for `delay` microseconds, and keep them for at least `retention` longer."""
+    due = dialect.now + literal(delay, BigInteger)
+    kept_until = dialect.now + literal(delay + retention, BigInteger)
+    nobody: ColumnElement[bytes] = literal_column(dialect.bytes_sql(NOBODY))
+    # An earlier call, whose answer was lost, has scheduled the work already.
+    is_scheduled = _row.token == nobody
+    lives_longer = or_(is_scheduled, _row.expires_at >= kept_until)
+    changes = {
+        "lease_until": case((is_scheduled, _row.lease_until), else_=due),
+        "expires_at": case((lives_longer, _row.expires_at), else_=kept_until),
+        "token": nobody,  # last, since MySQL assigns one column after the other
+    }
+    return _held(dialect, reservations, true(), changes, tokens=(NOBODY,))
+
+
 def _held(
-    dialect: Dialect, reservations: Sequence[Reserved], also: ColumnElement[bool], changes: dict[str, Any]
+    dialect: Dialect,
+    reservations: Sequence[Reserved],
+    also: ColumnElement[bool],
+    changes: dict[str, Any],
+    tokens: Sequence[bytes] = (),
 ) -> list[Executable]:
-    """Change the rows that `reservations` still own; the last statement returns their keys and fences."""
-    tokens = [(one.key, one.fence, one.token) for one in reservations]
+    """Change the rows that `reservations` still own; the last statement returns their keys and fences.
+
+    `tokens`: others that the rows may have, too.
+    """
+    owners = [(one.key, one.fence, token) for one in reservations for token in (one.token, *tokens)]
     owned = and_(
-        matches_any(dialect, tokens, _row.key, _row.fence, _row.token),
+        matches_any(dialect, owners, _row.key, _row.fence, _row.token),
         _row.status == PROCESSING,
         _row.expires_at > dialect.now,
         also,
     )
-    change = update(records).where(_in_order(dialect, owned)).values(changes)
+    change = update(records).where(_in_order(dialect, owned)).ordered_values(*changes.items())
     if dialect.supports_returning:
         return [change.returning(_row.key, _row.fence)]
     change = change.with_hint(dialect.primary_key_hint)

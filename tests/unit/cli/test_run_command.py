@@ -29,7 +29,7 @@ from integr8s_idem.errors import SettingsError, StoreConfigurationError
 from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.telemetry.log_fields import logging_with
 from integr8s_idem.worker import ServiceReport
-from integr8s_idem.worker.delivery_processor import Tally
+from integr8s_idem.worker.tally import Tally
 
 REPORT = ServiceReport(
     "billing", "running", 3, 12, 90, Tally(handled=1_234, duplicates=56, retries=7, dead_letters=8), "[odd]"

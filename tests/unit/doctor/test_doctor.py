@@ -27,6 +27,7 @@ from integr8s_idem.doctor.broker_checks import broker_findings
 from integr8s_idem.doctor.check_runner import findings_of
 from integr8s_idem.doctor.clock_skew import skew_findings
 from integr8s_idem.doctor.remedies import mistake_remedy, warning_remedy
+from integr8s_idem.doctor.retry_topic_checks import retry_topic_findings
 from integr8s_idem.doctor.store_checks import check_repository, check_store, is_too_old, refusal, try_operations
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.integrations.dishka import (
@@ -38,7 +39,8 @@ from integr8s_idem.integrations.dishka import (
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.worker.retention import BrokerFacts
+from integr8s_idem.worker.retention import BrokerFacts, Reading, TopicSettings
+from integr8s_idem.worker.retry_topics import RetryTopics
 from tests.support.doctor import codes, found_in
 from tests.support.versions import OrderPlaced
 
@@ -518,3 +520,51 @@ def test_a_store_without_users_has_no_permissions() -> None:
 
     assert answer.exit_code == 64
     assert 'a store of kind "sqlite" has no users' in answer.stderr
+
+
+RETRIES = RetryTopics("billing", ("1m", "1h"), ("orders",))
+
+
+def retry_findings(retries: RetryTopics = RETRIES, **facts: Any) -> list[Finding]:
+    return list(retry_topic_findings([Reading(("orders",), None, retries=retries)], BrokerFacts(**facts)))
+
+
+def retry_topic_settings(tier: str, **changes: Any) -> TopicSettings:
+    settings = {"retention_seconds": 86_400.0, "compacts": False, "deletes": True, "max_message_bytes": 1_048_588}
+    return TopicSettings(name=f"orders.billing.retry.{tier}", **{**settings, **changes})
+
+
+def test_doctor_names_the_retry_topics_and_what_a_rollback_would_strand() -> None:
+    [found] = retry_findings()
+
+    assert (found.code, found.severity, found.where) == (Code.RETRY_TOPICS_SEEN, Severity.INFO, "group billing")
+    assert "orders.billing.retry.1m, orders.billing.retry.1h" in found.what
+    assert found.remedy.startswith("before a rollback")
+
+
+@pytest.mark.parametrize(("creates", "severity"), [(False, Severity.ERROR), (True, Severity.WARNING)])
+def test_doctor_reports_a_missing_retry_topic(creates: bool, severity: Severity) -> None:
+    _, found = retry_findings(missing=frozenset({"orders.billing.retry.1h"}), creates_topics=creates)
+
+    assert (found.code, found.severity) == (Code.RETRY_TOPIC_MISSING, severity)
+    assert found.where == "topic orders.billing.retry.1h"
+
+
+@pytest.mark.parametrize("changes", [{"retention_seconds": 3_600.0}, {"compacts": True}])
+def test_doctor_reports_a_retry_topic_that_loses_copies(changes: dict[str, Any]) -> None:
+    topics = [retry_topic_settings("1m"), retry_topic_settings("1h", **changes)]
+
+    _, found = retry_findings(topics={topic.name: topic for topic in topics})
+
+    assert (found.code, found.severity) == (Code.RETRY_TOPIC_LOSES, Severity.ERROR)
+    assert found.where == "topic orders.billing.retry.1h"
+
+
+@pytest.mark.parametrize(("tiers", "severity"), [(("1m",), Severity.INFO), ((), Severity.WARNING)])
+def test_doctor_reports_retry_topics_that_were_removed(tiers: tuple[str, ...], severity: Severity) -> None:
+    existing = frozenset({"orders", "orders.billing.retry.1m", "orders.billing.retry.2h", "orders.other.retry.1m"})
+
+    *_, found = retry_findings(RetryTopics("billing", tiers, ("orders",)), existing=existing)
+
+    assert (found.code, found.severity) == (Code.RETRY_TOPIC_RETIRED, severity)
+    assert found.where == "topic orders.billing.retry.2h"

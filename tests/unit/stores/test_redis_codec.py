@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from integr8s_idem.records import (
+    NOBODY,
     Completed,
     Completion,
     Corrupt,
@@ -22,6 +23,7 @@ from integr8s_idem.records import (
     Previous,
     Reserved,
     ReserveRequest,
+    Scheduled,
     StoredResult,
     TraceLink,
 )
@@ -112,7 +114,17 @@ def test_only_an_intact_record_follows_the_trace_of_the_previous_attempt(request
 def test_a_duplicate_sees_the_owner_of_a_reservation(request: ReserveRequest, attempt: int) -> None:
     verdict = codec.verdict_of(duplicate_of(request), processing(request, attempt), NOW_US)
 
-    assert verdict == InProgress(key="k", attempt=attempt, retry_after=LEASE, owner=request.owner)
+    expected = Scheduled if request.token == NOBODY else InProgress
+    assert verdict == expected(key="k", attempt=attempt, retry_after=LEASE, owner=request.owner)
+
+
+@given(request=_REQUESTS, attempt=_ATTEMPTS)
+def test_everybody_sees_when_scheduled_work_is_due(request: ReserveRequest, attempt: int) -> None:
+    record = processing(replace(request, token=NOBODY), attempt)
+
+    verdict = codec.verdict_of(duplicate_of(request), record, NOW_US)
+
+    assert verdict == Scheduled(key="k", attempt=attempt, retry_after=LEASE, owner=request.owner)
 
 
 @given(request=_REQUESTS, result=_RESULTS, dropped=st.booleans())

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from integr8s_idem.keys import KeyResolver
-from integr8s_idem.records import NOBODY, Previous, Reserved, ReserveRequest
+from integr8s_idem.records import NOBODY, Previous, Reserved, ReserveRequest, Scheduled
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.contract import SteppedClock
 from integr8s_idem.testing.virtual_time import virtual_time
@@ -58,6 +58,6 @@ async def test_scheduled_work_in_memory_is_taken_over_without_a_crash(is_alone: 
 
     (due,) = await store.reserve([request])
 
-    assert type(early).__name__ == "InProgress"
+    assert isinstance(early, Scheduled)
     assert isinstance(due, Reserved)
     assert (due.previous, due.attempt, due.lapsed, due.lapsed_alone) == (Previous.RELEASED, 2, 0, 0)
