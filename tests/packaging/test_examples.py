@@ -303,3 +303,15 @@ def test_an_example_without_its_extra_says_what_to_install(module: str, missing:
     assert ended.returncode == status
     assert f"pip install {extras} in the checkout" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_the_comparison_of_retries_draws_both_kinds(tmp_path: Path) -> None:
+    picture = tmp_path / "retries.svg"
+
+    command = [sys.executable, "-m", "examples.retries", "--seconds", "2", "--picture", str(picture)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+
+    assert done.returncode == 0, done.stderr
+    compared = [line.split()[0] for line in done.stdout.splitlines() if "orders wait; all are charged" in line]
+    assert compared == ["block", "overtake"]
+    assert picture.read_text().count("<polyline") == 4
