@@ -200,7 +200,8 @@ PROBLEMS: Final = Row(
         per_minute(
             "Failures and retries",
             "Runs of handlers that raised or timed out, deliveries to be retried, copies in retry topics, events "
-            "discarded by a rule, questions to reconcile functions, and services that a rule has stopped. "
+            "discarded by a rule, questions to reconcile functions, services that a rule has stopped, and events of an "
+            "outbox that the broker did not accept. "
             "Rising: read the tracebacks in the log; events that keep failing are dead-lettered. "
             f"See IdempotencyHandlersFail in {GUIDE}.",
             "handler_failures",
@@ -209,6 +210,7 @@ PROBLEMS: Final = Row(
             "events_discarded",
             "reconciliations",
             "services_stopped",
+            "outbox_failures",
         ),
         per_minute(
             "Takeovers, prevented late starts, isolated runs",
@@ -384,8 +386,7 @@ STATE: Final = Row(
             "Waiting for a limit",
             (Query(f"sum by (service) (idempotency_limit_waiting{SELECTED})"),),
             "Events that wait because at_most events with the same value of their handler's limit_by field are being "
-            "handled. Near max_in_flight: one value fills the buffer, and others wait with it; raise max_in_flight. "
-            "No line: no handler has a limit.",
+            "handled. Near max_in_flight: one value fills the buffer, and others wait with it; raise max_in_flight.",
         ),
         Panel(
             "Active keys",

@@ -540,8 +540,7 @@ class ServiceWorker:
             await asyncio.sleep(1.0)
             self.observer.measure(Gauge.EVENT_LOOP_LAG, max(0.0, loop.time() - due))
             self.observer.measure(Gauge.IN_FLIGHT, self._backpressure.in_flight)
-            if (waiting := self._pipeline.waiting_for_limits) is not None:
-                self.observer.measure(Gauge.LIMIT_WAITING, waiting)
+            self.observer.measure(Gauge.LIMIT_WAITING, self._pipeline.waiting_for_limits)
             for topic in self.topics:
                 self.observer.measure(Gauge.CONSUMER_LAG, self._partitions.lag(consumer, topic), topic)
 

@@ -102,9 +102,9 @@ class Pipeline:
         return self._tasks.running
 
     @property
-    def waiting_for_limits(self) -> int | None:
-        """Number of items that wait because their handler is limited by a field; `None` if no handler is."""
-        return None if self._limits is None else self._limits.waiting
+    def waiting_for_limits(self) -> int:
+        """Number of items that wait because their handler is limited by a field."""
+        return 0 if self._limits is None else self._limits.waiting
 
     def abandon_all(self) -> None:
         """Abandon all deliveries that are ready or waiting, after all assignments were closed."""

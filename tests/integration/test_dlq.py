@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pty
+import re
 import shlex
 import signal
 import subprocess
@@ -354,6 +355,7 @@ async def numbers_in(settings: KafkaSettings, topic: str) -> set[int]:
 
 
 PAGE = (ROOT / "docs" / "how-to" / "replay-a-dead-letter.md").read_text(encoding="utf-8")
+(GROUP_ID,) = re.findall(r"--group ([0-9a-f]{12}) --rate", PAGE)
 TYPED = [shlex.split(line)[2:] for line in PAGE.splitlines() if line.strip().startswith("integr8s-idem dlq ")]
 
 
@@ -362,9 +364,10 @@ async def test_the_commands_in_the_guide_work(
 ) -> None:
     await post(settings, [dead_letter_of(number, topic=source, error=NoSuchCardError("no")) for number in range(20)])
     monkeypatch.chdir(tmp_path)
+    [group] = [each["group"] for each in (await dlq.typed("list", "--group", "--json")).json["groups"]]
 
     for words in TYPED:
-        here = [word.replace("order_placed", source) for word in words]
+        here = [word.replace("order_placed", source).replace(GROUP_ID, group) for word in words]
         refused = {"replay": 2}.get(words[0], 0) if not {"--yes", "--dry-run"} & set(words) else 0
 
         answer = await dlq.typed(*here)
@@ -373,7 +376,7 @@ async def test_the_commands_in_the_guide_work(
         assert ("no terminal to ask for confirmation" in answer.err) is bool(refused)
         assert "0 dead letters" not in answer.out.splitlines()
 
-    assert len(TYPED) == 7
+    assert len(TYPED) == 9
     assert (tmp_path / "dead-letters.jsonl").read_text().count("\n") == 20
 
 

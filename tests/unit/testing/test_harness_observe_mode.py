@@ -205,7 +205,8 @@ async def test_the_log_and_the_health_say_that_the_service_observes(
             log_mode(settings, "billing", worker._processor.dispatcher)
             log_mode(settings, "billing", EventDispatcher(charges.router))
 
-    observes, has_no_effect = [record.getMessage() for record in caplog.records]
+    said = [record.getMessage() for record in caplog.records if record.name == "integr8s_idem.runtime.observe_mode"]
+    observes, has_no_effect = said
     assert "service billing only observes" in observes
     assert has_no_effect == (
         'services.billing.mode = "observe" has no effect: the dispatcher in its container is of type EventDispatcher'

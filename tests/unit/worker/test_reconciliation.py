@@ -406,7 +406,7 @@ async def test_an_attempt_whose_record_has_vanished_is_asked_about_in_the_same_p
         await harness.store.inner.delete([record.key])
         await harness.settled()
 
-        assert questions(harness) == [(1, "Done")]
+        assert questions(harness) == [(2, "Done")]
     assert bank.charges == ["1"]
 
 
