@@ -390,6 +390,7 @@ class Executor(RunServices):
         """Return a run without a reservation, as configured by a policy."""
         self.observer.count(Signal.UNGUARDED, work.event_type)
         work.unguarded_runs += 1
+        work.count_copied_attempts()
         run = Run(self, work, None, options)
         run.attempt = Attempt(key, work.unguarded_runs, 0, float("inf"), work.key.label, work.key.generation)
         return run

@@ -142,7 +142,8 @@ class Run(ActiveRun):
         lease = self.lease
         assert lease is not None, "a run without a reservation has no recorded crashes"
         lease.drop()
-        return await self._record_failure(lease, CrashedTooOftenError(self._crashes(lease.reservation)))
+        reserved = lease.reservation
+        return await self._record_failure(lease, CrashedTooOftenError(self._crashes(reserved)), reserved.attempt)
 
     # Work as a function.
 
@@ -401,9 +402,11 @@ class Run(ActiveRun):
     def _begin_attempt(self, lease: HeldLease) -> Attempt:
         reserved, key = lease.reservation, self.work.key
         label = key.label if key.generation else key.name
-        number, failed = reserved.attempt, self.work.failed_runs
-        if failed >= number:
-            number = failed + 1  # its record has expired in the meantime
+        number = reserved.attempt
+        if self.work.copied_attempt >= number:
+            self.work.count_copied_attempts()
+        if self.work.failed_runs >= number:
+            number = self.work.failed_runs + 1  # its record has expired in the meantime
         attempt = Attempt(reserved.key, number, reserved.fence, lease.deadline, label, key.generation)
         self.attempt = attempt
         return attempt
@@ -467,7 +470,7 @@ class Run(ActiveRun):
         if rule is not None and rule.action is FailureAction.DISCARD:
             return await self._discard(lease, error)
         if self._is_final(error, rule, reserved.attempt, reserved):
-            return await self._record_failure(lease, error)
+            return await self._record_failure(lease, error, self.attempt.number)
         delay = self.work.delay_of(rule)
         is_released = await services.client.try_to_release(
             self.work, reserved, self.options.wait_for_store, lease.deadline, delay=delay
@@ -483,11 +486,11 @@ class Run(ActiveRun):
                 await client.write_outcome(work, completion, lease.deadline, self.options.wait_for_store)
             except ResultNotStoredError:
                 # Nothing is recorded, so it must not be settled: the handler runs again.
-                return HandlerFailed(error, reserved.attempt, given_up=False)
+                return HandlerFailed(error, self.attempt.number, given_up=False)
         self.keep(completion, began_at)
-        return Discarded(error, reserved.attempt)
+        return Discarded(error, self.attempt.number)
 
-    async def _record_failure(self, lease: HeldLease, error: Exception) -> HandlerFailed:
+    async def _record_failure(self, lease: HeldLease, error: Exception, attempt: int) -> HandlerFailed:
         client, work, reserved = self._services.client, self.work, lease.reservation
         failure = client.failure(reserved, describe_error(error), work.ttl)
         with self._services.observer.phase(Phase.FAIL, work.event_type, handler=work.handler):
@@ -495,8 +498,8 @@ class Run(ActiveRun):
                 await client.write_outcome(work, failure, lease.deadline, self.options.wait_for_store)
             except ResultNotStoredError:
                 # The failure is not recorded: return the handler's error, and let the lease expire.
-                return HandlerFailed(error, reserved.attempt, given_up=False)
-        return HandlerFailed(error, reserved.attempt, given_up=True)
+                return HandlerFailed(error, attempt, given_up=False)
+        return HandlerFailed(error, attempt, given_up=True)
 
     def _is_final(
         self, error: Exception, rule: FailureRule | None, attempt: int, reserved: Reserved | None = None

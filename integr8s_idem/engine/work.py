@@ -135,9 +135,11 @@ class Work:
     failures: FailurePolicy | None = None
     """Decides what happens after a failed run; if `None`, only `on_failure` and `gives_up` do."""
     failed_runs: int = 0
-    """Number of runs that are known to have failed, here or according to a copy of the event.
+    """Number of runs that have failed here: the record may expire during a long pause."""
+    copied_attempt: int = 0
+    """Number of the attempt after which the event was copied to a retry topic; 0 if it was not.
 
-    The record may expire during a long pause.
+    It includes attempts that do not count toward a limit, so it is used only if the record has expired.
     """
     failed_together: bool = False
     """Whether the last run failed in a batch with others, only one of which may be the cause."""
@@ -173,6 +175,11 @@ class Work:
             self.waiting_since = perf_counter()
         self.looks += 1
         return self.looks
+
+    def count_copied_attempts(self) -> None:
+        """Count the attempts before the event was copied, because its record no longer does."""
+        self.failed_runs += self.copied_attempt
+        self.copied_attempt = 0
 
     def token_for_reserve(self) -> bytes:
         """Return the token that is kept, or a new one."""

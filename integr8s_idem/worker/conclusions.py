@@ -228,7 +228,7 @@ class Conclusions:
         if processor.retries is not None and work.failures is not None and work.failures.schedules:
             wait = processor.retries.wait_seconds(item.delivery, outcome.retry_after)
             if wait is None:
-                attempt = max(outcome.attempt, work.failed_runs)
+                attempt = max(outcome.attempt, work.copied_attempt, work.failed_runs)
                 self._retry_later(item, processor.retries, attempt, outcome.retry_after)
                 return
             seconds = wait

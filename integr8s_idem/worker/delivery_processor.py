@@ -139,7 +139,7 @@ class DeliveryProcessor:
         return Decoded((), dead_letter, self.observer.processing(record, "", stated_id))
 
     def _decode_copy(self, delivery: Delivery, retries: Retries) -> Decoded:
-        """Decode a message of a retry topic: only its handler runs, and the failed attempts count."""
+        """Decode a message of a retry topic: only its handler runs, and earlier attempts count."""
         record = delivery.record
         try:
             copy = retries.copy_of(delivery)
@@ -159,8 +159,8 @@ class DeliveryProcessor:
         decoded = self._decoded(event, ReplayDecision(copy.generation, copy.handler), processing)
         for execution in decoded.executions:
             if isinstance(execution, GuardedExecution):
-                # If its record has expired, these attempts are not counted there.
-                execution.work.failed_runs = copy.attempt
+                execution.work.copied_attempt = copy.attempt
+                execution.work.aborted_runs = copy.aborted
         return decoded
 
     def _judge(self, record: Record) -> ReplayDecision:

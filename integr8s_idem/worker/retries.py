@@ -101,6 +101,7 @@ class Retries:
             event_hash(event.event_id),
             execution.generation,
             attempt,
+            execution.work.aborted_runs,
             origin,
         )
         while True:

@@ -13,7 +13,7 @@ from integr8s_idem.worker.kafka_protocols import Record
 from integr8s_idem.worker.replay_signatures import copy_signature, event_hash
 
 _SIGNATURE: Final = RETRY_PREFIX + "signature"
-_NUMBERS: Final = ("generation", "attempt", "partition", "offset", "timestamp")
+_NUMBERS: Final = ("generation", "attempt", "aborted", "partition", "offset", "timestamp")
 _LARGEST: Final = 2**63 - 1
 
 
@@ -45,6 +45,8 @@ class RetryCopy:
     generation: int
     attempt: int
     """Number of the attempt that has failed."""
+    aborted: int
+    """How many of the attempts were rolled back by the database, and do not count."""
     origin: Origin
 
     def headers(self, topic: str, secrets: Sequence[bytes]) -> list[tuple[str, bytes]]:
@@ -64,6 +66,7 @@ class RetryCopy:
             "event": self.event.decode(),
             "generation": str(self.generation),
             "attempt": str(self.attempt),
+            "aborted": str(self.aborted),
             "topic": origin.topic,
             "partition": str(origin.partition),
             "offset": str(origin.offset),
@@ -131,7 +134,13 @@ def _parsed(record: Record, found: Mapping[str, bytes]) -> RetryCopy:
             own_headers(record),
         )
         return RetryCopy(
-            text["group"], text["handler"], found["event"], numbers["generation"], numbers["attempt"], origin
+            text["group"],
+            text["handler"],
+            found["event"],
+            numbers["generation"],
+            numbers["attempt"],
+            numbers["aborted"],
+            origin,
         )
     except (KeyError, ValueError) as error:
         raise UnverifiedCopyError(f"its headers {RETRY_PREFIX}* are missing or invalid ({error})") from error

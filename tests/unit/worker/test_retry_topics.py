@@ -85,7 +85,7 @@ async def test_later_events_overtake_one_that_is_retried_later() -> None:
     assert 30 <= waited < 35
     (copy,) = copies(broker, "1m")
     assert fields(copy) | {"event": "", "timestamp": ""} == {
-        "group": "billing", "handler": "handle", "event": "", "generation": "0", "attempt": "1",
+        "group": "billing", "handler": "handle", "event": "", "generation": "0", "attempt": "1", "aborted": "0",
         "topic": TOPIC.topic, "partition": "0", "offset": "0", "timestamp": "",
     }  # fmt: skip
     assert (copy.key, copy.value) == (broker.logs[TOPIC][0].key, broker.logs[TOPIC][0].value)
