@@ -48,6 +48,12 @@ REPLAY_SIGNATURE: Final = "idempotency-replay-signature"
 RETRY_PREFIX: Final = "idempotency-retry-"
 """Prefix of all headers that are added to a copy in a retry topic; the message's own headers are kept."""
 
+UNVERIFIED_COPY: Final = "unverified_copy"
+"""Reason of the dead letter of a message in a retry topic that is not a valid copy.
+
+Nothing tells which work it is for, nor that this work has failed: its replay is one more delivery of the event.
+"""
+
 _REPLAY: Final = frozenset({GENERATION, REPLAY_GROUP, REPLAY_HANDLER, REPLAY_EVENT, REPLAY_SIGNATURE})
 
 
@@ -109,7 +115,8 @@ def replay_of(dead_letter: Record, settings: Settings | None = None, *, to: str 
 
     It is the original message with replay headers: the next generation, and the consumer group and handler that
     failed.  Other services and handlers of the topic do not handle it again.  Replaying a dead letter twice yields the
-    same generation, which is handled once.
+    same generation, which is handled once.  That of an unverified copy is replayed in its first generation, so that
+    only handlers that have not handled its event run.
 
     Args:
         dead_letter: A message of a dead-letter topic.
@@ -133,7 +140,7 @@ def replay_of(dead_letter: Record, settings: Settings | None = None, *, to: str 
             "message again"
         )
     # The generation that the service counted: any producer can set the message's own replay headers.
-    generation = _number(fields.get("generation") or b"0") + 1
+    generation = _number(fields.get("generation") or b"0") + (_text(fields.get("reason")) != UNVERIFIED_COPY)
     if generation > LAST_GENERATION:
         raise ApplicationError(f"the dead letter {place} was already replayed {LAST_GENERATION} times, the maximum")
     claim = ReplayClaim(
@@ -220,8 +227,8 @@ class DeadLetter:
     record: str = ""
     """The full key of the record of the first generation, to pass to `IdempotencyManager.history_of`."""
     attempts: int = 0
-    """Reservations of the key, as in its record; 0 without a record.  After `CrashedTooOftenError` it is higher than
-    the number of runs: the last reservation only recorded the failure."""
+    """Number of the last attempt; 0 if there was none.  After `CrashedTooOftenError` it is higher than the number of
+    runs: the last reservation only recorded the failure."""
     generation: int = 0
     """How many times the message was replayed, according to its headers."""
     event_type: str = ""

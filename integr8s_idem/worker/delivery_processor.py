@@ -33,7 +33,7 @@ from integr8s_idem.telemetry.log_fields import logging_with
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.dead_letter_reasons import dead_letter_of, no_handler
-from integr8s_idem.worker.dead_letters import DeadLetter, DeadLetterMessage, is_replay
+from integr8s_idem.worker.dead_letters import UNVERIFIED_COPY, DeadLetter, DeadLetterMessage, is_replay
 from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.kafka_protocols import Record
 from integr8s_idem.worker.poison_events import PoisonEventRunner
@@ -150,7 +150,7 @@ class DeliveryProcessor:
             copy.check(event.event_id)
         except UnverifiedCopyError as error:
             self.observer.count(Signal.DELIVERED)
-            return Decoded((), DeadLetter("unverified_copy", f"it is not a valid copy of an event: {error}"))
+            return Decoded((), DeadLetter(UNVERIFIED_COPY, f"it is not a valid copy of an event: {error}"))
         except UndecodableEventError as error:
             return self._undecodable(record, error, 0)
         delivery.event_type = event.event_type

@@ -299,3 +299,63 @@ async def test_other_callers_do_not_run_work_that_waits_in_a_retry_topic() -> No
         await worker.until(lambda: depot.done == [0] and are_settled(broker))
 
     assert depot.started == [0, 0]
+
+
+# Replays and signatures.
+
+
+@virtual_time
+async def test_retries_of_a_replay_belong_to_its_generation() -> None:
+    here, depot, broker = guarded(max_attempts=2), Depot(errors={0: later(30, 30, 30)}), broker_of(0)
+    replay = ReplaySettings.model_validate({"secret": SECRET})
+
+    async with running(overtaking(depot, here), broker, replay=replay, retry_topics=TIERS) as worker:
+        await worker.until(lambda: bool(dead_letters(broker)))
+        put_replay(broker, replay)
+        await worker.until(lambda: depot.done == [0] and are_settled_of_retries(broker))
+
+    found = [(fields(copy)["generation"], fields(copy)["attempt"]) for copy in copies(broker, "1m")]
+    assert found == [("0", "1"), ("1", "1")]
+
+
+def put_replay(broker: FakeBroker, replay: ReplaySettings) -> None:
+    """Replay the only dead letter."""
+    [dead] = broker.values(f"{TOPIC.topic}.dlq")
+    message = replay_of(dead, Settings(replay=replay))
+    broker.put(message.topic, message.value, key=message.key, headers=message.headers)
+
+
+@virtual_time
+@pytest.mark.parametrize("kept", [True, False])
+async def test_copies_are_verified_with_all_secrets(kept: bool) -> None:
+    here, depot, broker = guarded(), Depot(errors={0: later(600)}), broker_of(0)
+    before = ReplaySettings.model_validate({"secret": SECRET})
+    after = ReplaySettings.model_validate({"secret": "t" * 32 + (f",{SECRET}" if kept else "")})
+    async with running(overtaking(depot, here), broker, replay=before, retry_topics=TIERS) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 1)
+
+    async with running(overtaking(depot, guarded(here.store)), broker, replay=after, retry_topics=TIERS) as worker:
+        await worker.until(lambda: broker.committed.get(retry_topic("10m")) == 1)
+
+    reasons = [dead["idempotency-dlq-reason"] for dead in dead_letters(broker)]
+    assert (depot.done, reasons) == (([0], []) if kept else ([], [b"unverified_copy"]))
+
+
+@virtual_time
+async def test_the_replay_of_an_unverified_copy_runs_only_the_handler_that_has_not_succeeded() -> None:
+    here, broker = guarded(), broker_of(0)
+    waiting, done = Depot(errors={0: later(30)}), Depot()
+    router = EventRouter()
+    router.on(ParcelSent, name="waiting", delayed_retries="overtake")(waiting.handle)
+    router.on(ParcelSent, name="done")(done.handle)
+    dispatcher = IdempotentEventDispatcher(router, here.manager)
+    replay = ReplaySettings.model_validate({"secret": SECRET})
+    async with running(dispatcher, broker, retry_topics=TIERS) as worker:
+        await worker.until(lambda: broker.committed.get(TOPIC) == 1)
+
+    async with running(dispatcher, broker, replay=replay, retry_topics=TIERS) as worker:
+        await worker.until(lambda: bool(dead_letters(broker)))
+        put_replay(broker, replay)
+        await worker.until(lambda: waiting.done == [0] and are_settled_of_retries(broker))
+
+    assert (waiting.started, done.started) == ([0, 0], [0])
