@@ -159,7 +159,7 @@ class ServiceWorker:
         self.sources = self.topics
         """The topics of its events, without retry topics."""
         replay = replay or ReplaySettings()
-        retries = retries_of(name, self.group, dispatcher, publisher, self.topics, service, replay)
+        retries = retries_of(name, self.group, dispatcher, publisher, self.topics, service, kafka, replay)
         self._retry_topics = retries.topics if retries is not None else None
         self._retries = retries
         if self._retry_topics is not None:

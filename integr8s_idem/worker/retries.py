@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from integr8s_idem.config import ReplaySettings, ServiceSettings
+from integr8s_idem.config import KafkaSettings, ReplaySettings, ServiceSettings
 from integr8s_idem.errors import ApplicationError, EventTooLargeError, PublishError
 from integr8s_idem.handlers.dispatcher import EventDispatcher
 from integr8s_idem.handlers.handler import GuardedExecution
@@ -143,6 +143,7 @@ def retries_of(
     publisher: EventPublisher,
     sources: Sequence[str],
     section: ServiceSettings,
+    kafka: KafkaSettings,
     replay: ReplaySettings,
 ) -> Retries | None:
     """Return the retries of the service `name`; `None` if it has no retry topics.
@@ -167,6 +168,13 @@ def retries_of(
         raise ApplicationError(
             f'service {name} has retry topics, but [replay] unsigned = "refuse" and no secret: it would refuse its own '
             "copies. Set [replay] secret"
+        )
+    if kafka.auto_offset_reset != "earliest":
+        # No offset is committed until the first copy is settled: a worker that starts before that would skip copies.
+        raise ApplicationError(
+            f'service {name} has retry topics, but kafka.auto_offset_reset is "{kafka.auto_offset_reset}": it also '
+            'applies to retry topics, whose copies would be lost. Set "earliest"; to skip the existing events of a '
+            "new group, commit its offsets before you start it"
         )
     topics = RetryTopics(group, section.retry_topics, sources)
     topics.check()

@@ -68,18 +68,20 @@ async def running(
     replay: Any = None,
     on_first_poll: Any = lambda: None,
     list_topics: Any = None,
+    kafka: Any = None,
     **service: Any,
 ) -> AsyncIterator[RunningWorker]:
     """Run a worker that consumes `broker`, and drain it at the end of the block.
 
-    `replay` is a `ReplaySettings`, `on_first_poll` a function without arguments, and `list_topics` that of the worker.
+    `replay` is a `ReplaySettings`, `on_first_poll` a function without arguments, `list_topics` that of the worker, and
+    `kafka` a `KafkaSettings`.
     """
     consumer = FakeConsumer(broker)
     worker = ServiceWorker(
         "billing",
         dispatcher,
         publisher or FakePublisher(broker),
-        KafkaSettings(),
+        kafka or KafkaSettings(),
         ServiceSettings(**service),
         replay=replay,
         consumer=lambda settings, group: consumer,

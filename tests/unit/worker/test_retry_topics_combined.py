@@ -359,3 +359,16 @@ async def test_the_replay_of_an_unverified_copy_runs_only_the_handler_that_has_n
         await worker.until(lambda: waiting.done == [0] and are_settled_of_retries(broker))
 
     assert (waiting.started, done.started) == ([0, 0], [0])
+
+
+# Settings.
+
+
+@virtual_time
+@pytest.mark.parametrize("reset", ["latest", "none"])
+async def test_a_worker_with_retry_topics_does_not_start_if_it_could_skip_copies(reset: str) -> None:
+    kafka = KafkaSettings.model_validate({"auto_offset_reset": reset})
+
+    with pytest.raises(ApplicationError, match=f'kafka.auto_offset_reset is "{reset}"'):
+        async with running(overtaking(Depot(), guarded()), broker_of(), kafka=kafka, retry_topics=TIERS):
+            pass
