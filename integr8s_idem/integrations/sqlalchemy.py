@@ -43,6 +43,14 @@ AsyncHeld: TypeAlias = "AsyncSession | AsyncConnection | async_scoped_session[An
 SyncHeld: TypeAlias = "Session | Connection | scoped_session[Any]"
 
 _ENDED: Final = "this block of the outbox has ended, so the event would be lost: publish within the block"
+_OTHER_SAVEPOINT: Final = (
+    "this block of the outbox began outside the current savepoint, so its events would be published even if the "
+    "savepoint is rolled back: begin a block within the savepoint"
+)
+_OTHER_TRANSACTION: Final = (
+    "the transaction in which events were published was committed or rolled back within the block of the outbox, so "
+    "they would not share its outcome, and none is written: end the block before the transaction"
+)
 
 
 class Outbox:
@@ -79,25 +87,81 @@ class Outbox:
         Raises:
             ApplicationError: `held` is not a session or a connection.
         """
-        events = OutgoingEvents(self._messages, self._service, self._limit)
-        if isinstance(held, AsyncSession | AsyncConnection | async_scoped_session):
-            return AsyncOutboxBlock(held, events)
-        if isinstance(held, Session | Connection | scoped_session):
-            return OutboxBlock(held, events)
+        if isinstance(held, async_scoped_session | scoped_session):
+            held = held()
+        if isinstance(held, AsyncSession | AsyncConnection):
+            return AsyncOutboxBlock(held, self._events(held))
+        if isinstance(held, Session | Connection):
+            return OutboxBlock(held, self._events(held))
         hint = ", whose transaction is unknown" if isinstance(held, Engine | AsyncEngine) else ""
         raise ApplicationError(
             f"an outbox writes with a session or a connection of SQLAlchemy, not with {type(held).__name__}{hint}: "
             "pass the one that your own writes use"
         )
 
+    def _events(self, held: AsyncSession | AsyncConnection | Session | Connection) -> OutgoingEvents:
+        return OutgoingEvents(self._messages, self._service, self._limit, _Transactions(held))
+
+
+class _Transactions:
+    """The transaction of a session or connection, and the savepoint in it.
+
+    A block writes at its end, so events share the outcome of the transaction in which they were published only if it
+    is still the current one.
+    """
+
+    def __init__(self, held: AsyncSession | AsyncConnection | Session | Connection) -> None:
+        self._held = held
+        self._savepoint: object = None
+        self._published_in: object = None
+
+    def _current(self) -> Session | Connection | None:
+        if isinstance(self._held, AsyncSession):
+            return self._held.sync_session
+        if isinstance(self._held, AsyncConnection):
+            return self._held.sync_connection
+        return self._held
+
+    def begin(self) -> None:
+        """Note the savepoint in which the block begins."""
+        current = self._current()
+        self._savepoint = current and current.get_nested_transaction()
+
+    def note_event(self) -> None:
+        """Note the transaction in which the first event is published, and check that the others share it.
+
+        Raises:
+            ApplicationError: Another savepoint or transaction has begun within the block.
+        """
+        current = self._current()
+        if isinstance(current, Session) and current.get_transaction() is None:
+            # As the next statement would, so that a commit before the end of the block is noticed.  Without a database.
+            current.begin()
+        if self._published_in is None:
+            self._published_in = current and current.get_transaction()
+        self.check()
+
+    def check(self) -> None:
+        """Check that the transaction and the savepoint are still the current ones.
+
+        Raises:
+            ApplicationError: They are not.
+        """
+        current = self._current()
+        if self._published_in is not None and (current is None or current.get_transaction() is not self._published_in):
+            raise ApplicationError(_OTHER_TRANSACTION)
+        if current is not None and current.get_nested_transaction() is not self._savepoint:
+            raise ApplicationError(_OTHER_SAVEPOINT)
+
 
 class OutgoingEvents:
     """The events of one block, in the order of the calls."""
 
-    def __init__(self, publisher: EventPublisher, service: str, limit: int) -> None:
+    def __init__(self, publisher: EventPublisher, service: str, limit: int, transactions: _Transactions) -> None:
         self._publisher = publisher
         self._service = service
         self._limit = limit
+        self._transactions = transactions
         self.messages: list[Message] = []
         """The encoded events."""
         self.has_ended = False
@@ -117,7 +181,8 @@ class OutgoingEvents:
         Raises:
             EventError: The event contains NaN or infinity.
             EventTooLargeError: The event is larger than `max_event_bytes`.
-            ApplicationError: The block has ended, or the event has both an id and `id_from`.
+            ApplicationError: The block has ended, another savepoint or transaction has begun within it, or the event
+                has both an id and `id_from`.
         """
         if self.has_ended:
             raise ApplicationError(_ENDED)
@@ -126,8 +191,23 @@ class OutgoingEvents:
         event_id = self._id_of(event, id_from)
         message = self._publisher.message(event.model_copy(update={"event_id": event_id, "metadata": metadata}))
         self._refuse_too_large(message)
+        self._transactions.note_event()
         self.messages.append(message)
         return event_id
+
+    def begin(self) -> None:
+        """Note that the block begins."""
+        self._transactions.begin()
+
+    def end(self) -> list[Message]:
+        """Return the events to write.
+
+        Raises:
+            ApplicationError: The transaction in which they were published is no longer the current one.
+        """
+        if self.messages:
+            self._transactions.check()
+        return self.messages
 
     def _refuse_too_large(self, message: Message) -> None:
         # The broker would refuse it each time, and the later events of its Kafka key would wait for ever.
@@ -161,18 +241,19 @@ class _Block:
         if self._is_used:
             raise ApplicationError("a block of the outbox is used once: call outbox(session) for each block")
         self._is_used = True
+        self._events.begin()
         return self._events
 
     def _end(self, error: BaseException | None) -> list[Message]:
         """Refuse further events, and return those to write."""
         self._events.has_ended = True
-        return self._events.messages if error is None else []
+        return self._events.end() if error is None else []
 
 
 class AsyncOutboxBlock(_Block):
     """`async with outbox(session) as out`: writes the events of the block at its end, unless it raises an error."""
 
-    def __init__(self, held: AsyncHeld, events: OutgoingEvents) -> None:
+    def __init__(self, held: AsyncSession | AsyncConnection, events: OutgoingEvents) -> None:
         super().__init__(events)
         self._held = held
 
@@ -190,7 +271,8 @@ class AsyncOutboxBlock(_Block):
         """Write the events, if there are any and the block has succeeded.
 
         Raises:
-            ApplicationError: The connection commits each statement on its own.
+            ApplicationError: The connection commits each statement on its own, or the transaction in which the events
+                were published has ended within the block.
             StoreError: The tables of the outbox are missing or of another version, or the database does not answer.
             TransactionAbortedError: The database aborted the transaction.
         """
@@ -203,7 +285,7 @@ class AsyncOutboxBlock(_Block):
 class OutboxBlock(_Block):
     """`with outbox(session) as out`: `AsyncOutboxBlock` for synchronous sessions and connections."""
 
-    def __init__(self, held: SyncHeld, events: OutgoingEvents) -> None:
+    def __init__(self, held: Session | Connection, events: OutgoingEvents) -> None:
         super().__init__(events)
         self._held = held
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 from sqlalchemy import Connection, QueuePool, create_engine, event, make_url, select, text
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from integr8s_idem import BaseEvent, IdempotencyManager, Settings
@@ -355,6 +355,93 @@ async def test_events_after_the_end_of_the_block_and_a_second_block_are_refused(
             out.publish(OrderPlaced())
         with pytest.raises(ApplicationError, match="used once"):
             await block.__aenter__()
+
+
+async def by_inner_begin(held: AsyncSession | AsyncConnection) -> None:
+    async with outbox(held) as out, held.begin():
+        await held.execute(ORDER)
+        out.publish(OrderPlaced())
+
+
+async def by_commit(held: AsyncSession | AsyncConnection) -> None:
+    async with outbox(held) as out:
+        await held.execute(ORDER)
+        out.publish(OrderPlaced())
+        await held.commit()
+
+
+async def by_rollback(held: AsyncSession | AsyncConnection) -> None:
+    async with outbox(held) as out:
+        await held.execute(ORDER)
+        out.publish(OrderPlaced())
+        await held.rollback()
+        await held.execute(ORDER)
+
+
+async def by_early_event(held: AsyncSession) -> None:
+    async with outbox(held) as out:
+        out.publish(OrderPlaced())
+        await held.execute(ORDER)
+        await held.commit()
+
+
+async def by_two_transactions(held: AsyncSession | AsyncConnection) -> None:
+    async with outbox(held) as out:
+        for _ in range(2):
+            await held.execute(ORDER)
+            out.publish(OrderPlaced())
+            await held.commit()
+
+
+@pytest.mark.parametrize("held_type", [AsyncSession, AsyncEngine.connect])
+@pytest.mark.parametrize("mistake", [by_inner_begin, by_commit, by_rollback, by_two_transactions])
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+async def test_a_transaction_that_ends_within_the_block_is_an_error_and_nothing_is_written(
+    engine: AsyncEngine,
+    mistake: Callable[[Any], Awaitable[None]],
+    held_type: Callable[[AsyncEngine], Any],
+) -> None:
+    """The events would be written in another transaction, which is rolled back or has another outcome."""
+    async with held_type(engine) as held:
+        with pytest.raises(ApplicationError, match="end the block before the transaction"):
+            await mistake(held)
+        await held.commit()
+
+    assert await waiting(engine) == []
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+async def test_a_commit_is_noticed_even_if_the_event_was_published_before_the_first_statement(
+    engine: AsyncEngine,
+) -> None:
+    async with AsyncSession(engine) as session:
+        with pytest.raises(ApplicationError, match="end the block before the transaction"):
+            await by_early_event(session)
+
+
+@pytest.mark.parametrize("held_type", [AsyncSession, AsyncEngine.connect])
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+async def test_an_event_within_a_savepoint_needs_a_block_within_it(
+    engine: AsyncEngine, held_type: Callable[[AsyncEngine], Any]
+) -> None:
+    """Otherwise, a rollback to the savepoint would undo the order, and publish its event."""
+    kept = OrderPlaced()
+    async with held_type(engine) as held, outbox(held) as out:
+        async with held.begin_nested() as savepoint:
+            await held.execute(ORDER)
+            with pytest.raises(ApplicationError, match="begin a block within the savepoint"):
+                out.publish(OrderPlaced())
+            await savepoint.rollback()
+        async with held.begin_nested():
+            await held.execute(ORDER)
+        out.publish(kept)
+    async with held_type(engine) as held:
+        await held.execute(ORDER)
+        async with held.begin_nested(), outbox(held) as out:
+            out.publish(kept)
+        await held.commit()
+
+    assert await waiting(engine) == [kept.event_id]
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
