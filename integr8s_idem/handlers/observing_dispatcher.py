@@ -151,4 +151,5 @@ class ObservingEventDispatcher(EventDispatcher):
             max_attempts=self._max_attempts,
             batch=registered.batch,
             failures=self.policy(registered),
+            limit=registered.limit,
         )

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
+from integr8s_idem.handlers.observing_dispatcher import ObservingEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import Key
 from integr8s_idem.records import IdempotencyStatus, ReserveRequest
@@ -268,6 +269,18 @@ async def test_values_that_cannot_be_hashed_are_limited_by_their_text() -> None:
         await settled(worker)
 
     assert desk.most == {None: 1}
+
+
+@virtual_time
+async def test_a_service_in_observe_mode_has_the_same_limits() -> None:
+    here, desk, router = guarded(), Desk(), EventRouter()
+    router.on(OrderPaid, name="handle", limit_by="customer", at_most=2)(desk.handle)
+
+    async with running(ObservingEventDispatcher(router, here.manager), paid(["ada"] * 10), ordering="none") as worker:
+        await settled(worker)
+    await here.manager.close()
+
+    assert desk.most == {"ada": 2}
 
 
 @virtual_time
