@@ -69,9 +69,12 @@ def group_lines(groups: GroupedDeadLetters) -> Iterator[str]:
 
 
 def _group(group: ErrorGroup, summary: GroupSummary) -> Iterator[str]:
-    who = " ".join(part for part in (group.service, group.handler) if part)
-    yield printable(f"{group.id}  {summary.count:,}  {who}  {group.reason or _NO_REASON}")
-    yield _row("error", group.pattern)
+    if group.id:
+        who = " ".join(part for part in (group.service, group.handler) if part)
+        yield printable(f"{group.id}  {summary.count:,}  {who}  {group.reason or _NO_REASON}")
+        yield _row("error", group.pattern)
+    else:
+        yield f"{'(others)':<12}  {summary.count:,}  of further groups"
     yield _row("time", f"{format_time(summary.first)} to {format_time(summary.last)}")
     yield _row("example", f"{summary.example}: {summary.error}" if summary.error else str(summary.example))
 

@@ -41,7 +41,12 @@ class ErrorGroup(NamedTuple):
 
     @property
     def id(self) -> str:
-        """12 hexadecimal digits that depend on nothing but its fields: the same at every time and on every machine."""
+        """12 hexadecimal digits that depend on nothing but its fields: the same at every time and on every machine.
+
+        Empty for those beyond the limit, which cannot be selected together.
+        """
+        if self == _OTHERS:
+            return ""
         encoded = "\0".join(self).encode("utf-8", "backslashreplace")
         return sha256(encoded).hexdigest()[:_ID_LENGTH]
 
@@ -107,8 +112,7 @@ class GroupedDeadLetters:
         """Return the groups, JSON-serializable; times are ISO 8601 in UTC."""
         return [
             {
-                # Dead letters of too many groups cannot be selected together.
-                "group": "" if group is _OTHERS else group.id,
+                "group": group.id,
                 **group._asdict(),
                 "dead_letters": summary.count,
                 "first": format_time(summary.first),

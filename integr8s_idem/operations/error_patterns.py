@@ -14,14 +14,14 @@ LONGEST: Final = 300
 # Each alternative begins where the previous character cannot belong to it, so that no text is scanned twice.
 _VARIABLE: Final = re.compile(
     r"""
-    (?P<text>"[^"]*"|(?<!\w)'[^']*'(?!\w)|`[^`]*`|\u201c[^\u201d]*\u201d)
+    (?P<text>"[^"]*"|(?<!\w)'[^']*'(?!\w)|`[^`]*`|\u201c[^\u201c\u201d]*\u201d)
   | (?P<address>(?<![\w.+-])(?:[a-z][a-z0-9+.-]{0,30}://[^\s"'<>`\u201c]+
                              |[\w.+-]+@[\w-]+(?:\.[\w-]+)*
-                             |\[[0-9a-f:.]*:[0-9a-f:.]*\](?::\d+)?
+                             |\[(?=[0-9a-f.]{0,45}:)[0-9a-f:.]{1,45}\](?::\d+)?
                              |\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?(?![\w.])
                              |[a-z][\w-]*(?:\.[\w-]+)*:\d{2,5}(?![\w:.])))
   | (?P<time>(?<![\w.+-])\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?(?![\w.-]))
-  | (?P<number>(?<![\w.,+-])[+-]?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?![\w-]))
+  | (?P<number>(?<![\w.,+-])[+-]?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?:[nmu\u00b5]?s|[kmgt]i?b)?(?![\w-]))
   | (?P<id>(?<![\w-])[\w-]*\d[\w-]*|\d+)
     """,
     re.VERBOSE | re.IGNORECASE,

@@ -111,6 +111,8 @@ def test_the_number_of_groups_is_limited() -> None:
     assert len(groups.as_json()) == MAX_GROUPS + 1
     (others,) = [row for row in groups.as_json() if row["service"] == OTHERS]
     assert (others["group"], others["dead_letters"]) == ("", MAX_GROUPS // 10)
+    # An id would select none of them.
+    assert f"(others)      {MAX_GROUPS // 10}  of further groups" in list(group_lines(groups))
 
 
 def test_groups_are_printed_without_control_characters() -> None:

@@ -26,6 +26,7 @@ WORDS = st.text("abcxyz :,.-_'\"/@[]()<>=\n\t", max_size=60)
         ("order 3fa85f64-5717-4562-b3fc-2c963f66afa6 is unknown", "order <id> is unknown"),
         ("since 2026-05-01T12:00:00.5Z, or 2026-05-01", "since <time>, or <time>"),
         ("-5 is less than 1,000.5 or 1e9 (50%)", "<number> is less than <number> or <number> (<number>%)"),
+        ("timeout after 3.0s, 250ms or 4s; 1.5GiB", "timeout after <number>, <number> or <number>; <number>"),
         ("10.0.0.1-x", "<address>-x"),
         ("order ٣", "order <number>"),
         ("", ""),
@@ -69,9 +70,18 @@ def test_white_space_does_not_count(message: str) -> None:
 
 @pytest.mark.parametrize("part", ["a", "a-", "a.", "a@", "'a ", '"', "[:", "1.", "1,", "a:1", "http://", "0-", "e+"])
 def test_no_message_takes_long(part: str) -> None:
-    message = part * (MOST_READ // len(part)) + "!"
-    started = time.process_time()
+    assert_quick(part * (MOST_READ // len(part)) + "!")
 
-    pattern_of(message)
 
-    assert time.process_time() - started < 0.02, "it is scanned more than a few times"
+def test_an_address_that_never_ends_takes_no_longer() -> None:
+    assert_quick("[" + ":" * MOST_READ)
+
+
+def assert_quick(message: str) -> None:
+    seconds = []
+    for _ in range(3):
+        started = time.process_time()
+        pattern_of(message)
+        seconds.append(time.process_time() - started)
+
+    assert min(seconds) < 0.01, "it is scanned more than a few times"
