@@ -30,6 +30,7 @@ from integr8s_idem.records import (
     KeyReused,
     Previous,
     Reserved,
+    Scheduled,
     Verdict,
 )
 from integr8s_idem.telemetry import Observation, Observed, Signal
@@ -143,6 +144,8 @@ class WorkObserver:
     async def _judge(self, verdict: Verdict, place: Place | None) -> Observation:
         if isinstance(verdict, Reserved):
             return Observation(Observed.FIRST if verdict.previous is Previous.NONE else Observed.RETRIED)
+        if isinstance(verdict, Scheduled):  # by a worker that enforces; nobody is handling it
+            return Observation(Observed.RETRIED)
         if isinstance(verdict, Corrupt):
             self._observer.count(Signal.CORRUPT_RECORD)
             return Observation(Observed.FAILED)

@@ -15,7 +15,8 @@ from integr8s_idem.engine import observed_work
 from integr8s_idem.engine.manager import replayed_value
 from integr8s_idem.errors import StoreConfigurationError
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.failures import discard, retry
+from integr8s_idem.failures import discard, retry, retry_later
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.observing_dispatcher import ObservingEventDispatcher
 from integr8s_idem.records import Completed
 from integr8s_idem.telemetry import Gauge, Observation, Observed, Signal
@@ -327,6 +328,24 @@ async def test_an_enforcing_worker_does_not_repeat_what_an_observing_worker_has_
         assert worker.worker.report().tally.duplicates == 1
 
     assert depot.done == [0]
+
+
+@virtual_time
+async def test_an_event_that_an_enforcing_worker_has_scheduled_is_retried_and_not_a_duplicate() -> None:
+    here, depot, router = guarded(), Depot(), EventRouter()
+
+    @router.on(ParcelSent, name="handle", failures=[retry_later(OSError, delay=3600)], delayed_retries="overtake")
+    async def fail(event: ParcelSent) -> None:
+        raise OSError("later")
+
+    [execution] = IdempotentEventDispatcher(router, here.manager).executions(parcels(1)[0])
+    await execution.attempt()
+    async with running(observing(depot, here), sent(1)) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    await here.manager.close()
+    assert depot.done == [0]
+    assert results(here) == {Observed.RETRIED: 1}
 
 
 @virtual_time
