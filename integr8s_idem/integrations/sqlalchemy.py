@@ -161,7 +161,8 @@ class OutgoingEvents:
         self._publisher = publisher
         self._service = service
         self._limit = limit
-        self._transactions = transactions
+        self.transactions = transactions
+        """The transaction in which the events are published."""
         self.messages: list[Message] = []
         """The encoded events."""
         self.has_ended = False
@@ -191,23 +192,9 @@ class OutgoingEvents:
         event_id = self._id_of(event, id_from)
         message = self._publisher.message(event.model_copy(update={"event_id": event_id, "metadata": metadata}))
         self._refuse_too_large(message)
-        self._transactions.note_event()
+        self.transactions.note_event()
         self.messages.append(message)
         return event_id
-
-    def begin(self) -> None:
-        """Note that the block begins."""
-        self._transactions.begin()
-
-    def end(self) -> list[Message]:
-        """Return the events to write.
-
-        Raises:
-            ApplicationError: The transaction in which they were published is no longer the current one.
-        """
-        if self.messages:
-            self._transactions.check()
-        return self.messages
 
     def _refuse_too_large(self, message: Message) -> None:
         # The broker would refuse it each time, and the later events of its Kafka key would wait for ever.
@@ -235,19 +222,23 @@ class OutgoingEvents:
 class _Block:
     def __init__(self, events: OutgoingEvents) -> None:
         self._events = events
+        self._transactions = events.transactions
         self._is_used = False
 
     def _begin(self) -> OutgoingEvents:
         if self._is_used:
             raise ApplicationError("a block of the outbox is used once: call outbox(session) for each block")
         self._is_used = True
-        self._events.begin()
+        self._transactions.begin()
         return self._events
 
     def _end(self, error: BaseException | None) -> list[Message]:
         """Refuse further events, and return those to write."""
         self._events.has_ended = True
-        return self._events.end() if error is None else []
+        if error is not None or not self._events.messages:
+            return []
+        self._transactions.check()
+        return self._events.messages
 
 
 class AsyncOutboxBlock(_Block):
