@@ -94,6 +94,7 @@ class Delivery:
         "assignment",
         "context",
         "copied_from",
+        "event_id",
         "event_type",
         "is_abandoned",
         "is_prepared",
@@ -115,6 +116,8 @@ class Delivery:
         """Approximate size in memory, in bytes."""
         self.event_type = ""
         """Empty until it is decoded, and if it cannot be decoded."""
+        self.event_id = ""
+        """As it was decoded, since handlers may change their event; empty like `event_type`."""
         self.is_abandoned = False
         """Whether it was released unsettled, to be redelivered."""
         self.recorded: RecordedDelivery | None = None

@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from integr8s_idem.codecs import header
@@ -124,7 +124,7 @@ class DeliveryProcessor:
             event = self.decoder.decode(record.value, record.headers)
         except UndecodableEventError as error:
             return self._undecodable(record, error, decision.generation)
-        delivery.event_type = event.event_type
+        delivery.event_type, delivery.event_id = event.event_type, event.event_id
         self.observer.count(Signal.DELIVERED, event.event_type)
         processing = self.observer.processing(record, event.event_type, event.event_id)
         if decision is not NO_REPLAY:
@@ -153,7 +153,7 @@ class DeliveryProcessor:
             return Decoded((), DeadLetter(UNVERIFIED_COPY, f"it is not a valid copy of an event: {error}"))
         except UndecodableEventError as error:
             return self._undecodable(record, error, 0)
-        delivery.event_type = event.event_type
+        delivery.event_type, delivery.event_id = event.event_type, event.event_id
         self.observer.count(Signal.DELIVERED, event.event_type)
         processing = self.observer.processing(record, event.event_type, event.event_id)
         decoded = self._decoded(event, ReplayDecision(copy.generation, copy.handler), processing)
@@ -279,7 +279,11 @@ class DeliveryProcessor:
 
     async def dead_letter_outcome(self, delivery: Delivery, execution: HandlerExecution, outcome: Outcome[Any]) -> None:
         """Publish the message to the dead-letter topic because of the outcome of `execution`."""
-        await self.dead_letter(delivery, dead_letter_of(execution, outcome))
+        dead_letter = dead_letter_of(execution, outcome)
+        if dead_letter.event_id != delivery.event_id:
+            # The handler has changed its event: a replay must name the one in the message.
+            dead_letter = replace(dead_letter, event_id=delivery.event_id)
+        await self.dead_letter(delivery, dead_letter)
 
     async def dead_letter(self, delivery: Delivery, dead_letter: DeadLetter) -> None:
         """Publish the message to the dead-letter topic, with retries until the broker has confirmed it."""

@@ -98,7 +98,7 @@ class Retries:
         copy = RetryCopy(
             self.topics.group,
             execution.handler.name,
-            event_hash(event.event_id),
+            event_hash(delivery.event_id),
             execution.generation,
             attempt,
             execution.work.aborted_runs,
@@ -108,7 +108,7 @@ class Retries:
             try:
                 if topic in self.missing:
                     raise PublishError(topic, "it did not exist when this worker started, which does not read it")
-                with self.observer.sending(topic, event.event_id, origin.headers, in_current=True) as span:
+                with self.observer.sending(topic, delivery.event_id, origin.headers, in_current=True) as span:
                     headers = copy.headers(topic, self.secrets)
                     describe_placement(span, await self.publisher.send(topic, origin.key, origin.value, headers))
             except (PublishError, EventTooLargeError) as error:

@@ -208,6 +208,27 @@ async def test_only_the_handler_that_failed_runs_again() -> None:
 
 
 @virtual_time
+async def test_a_copy_is_accepted_although_the_handler_has_changed_its_event() -> None:
+    here, broker, numbers = guarded(), broker_of(0), list[int]()
+    router = EventRouter()
+
+    async def handle(event: ParcelSent) -> None:
+        numbers.append(event.number)
+        if len(numbers) == 1:
+            # As a handler can in a class of events that is not frozen.
+            event.__dict__["event_id"] = "changed"
+            raise RetryAfter(timedelta(seconds=30))
+
+    router.on(ParcelSent, delayed_retries="overtake")(handle)
+
+    async with running(IdempotentEventDispatcher(router, here.manager), broker, retry_topics=TIERS) as worker:
+        await worker.until(lambda: are_settled_of_retries(broker) and len(copies(broker, "1m")) == 1)
+
+    assert numbers == [0, 0]
+    assert broker.values(f"{TOPIC.topic}.dlq") == []
+
+
+@virtual_time
 async def test_a_redelivery_of_a_scheduled_event_is_copied_without_another_attempt() -> None:
     """As after a crash between the schedule and the copy, or between the copy and the commit."""
     here, depot, broker = guarded(), Depot(errors={0: later(30)}), broker_of(0)
