@@ -17,6 +17,7 @@ from tests.simulation.network import Network
 
 if TYPE_CHECKING:
     from tests.simulation.consumer import SimulatedConsumer
+    from tests.simulation.processes import Process
 
 SESSION: Final = 3.0
 """Seconds without a heartbeat after which a member is removed."""
@@ -50,6 +51,7 @@ class Broker:
         self.logs: dict[Partition, list[Message]] = {
             Partition(topic, number): [] for topic in topics for number in range(partitions)
         }
+        self.topics = set(topics)
         self.dead_letters: list[Message] = []
         self.transactions: Callable[[], int] = lambda: 0
         """Returns the number of markers after a message."""
@@ -64,7 +66,16 @@ class Broker:
         self.random = random
         self.network = network
         self.group = Group(self)
+        self.on_copy: Callable[[Message], None] = lambda message: None
+        """Called with each message that is appended to a retry topic."""
+        self.when_copied: Callable[[Process], None] | None = None
+        """Called with the process of the next copy, before its broker confirms it."""
         self._partitions = partitions
+
+    def create(self, topic: str) -> None:
+        """Create a topic; members read it when they have subscribed to it."""
+        self.topics.add(topic)
+        self.logs.update({Partition(topic, number): [] for number in range(self._partitions)})
 
     def append(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes]]
@@ -78,6 +89,8 @@ class Broker:
         log = self.logs[Partition(topic, number)]
         appended = Message(topic, number, len(log), key, value, tuple(headers))
         log.append(appended)
+        if ".retry." in topic:
+            self.on_copy(appended)
         self.history.note("message", topic, number, len(log) - 1)
         for _ in range(self.transactions()):
             log.append(Message(topic, number, len(log), None, None, is_marker=True))
@@ -155,8 +168,8 @@ class Group:
         self.broker.random.shuffle(members)
         parts: dict[SimulatedConsumer, list[Partition]] = {member: [] for member in members}
         for number, partition in enumerate(self.broker.logs):
-            if members:
-                parts[members[number % len(members)]].append(partition)
+            if readers := [member for member in members if partition.topic in member.topics]:
+                parts[readers[number % len(readers)]].append(partition)
         for member, part in parts.items():
             self.broker.history.note("part", member.name, *(f"{at.topic}-{at.partition}" for at in part))
             place = self.members[member]

@@ -31,7 +31,9 @@ from integr8s_idem.handlers.reconciliation import ReconcilingEventHandler
 from integr8s_idem.records import IdempotencyStatus, InProgress, Previous, Reserved, ReserveRequest, Verdict
 from integr8s_idem.stores import memory
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from integr8s_idem.worker.assignments import Assignment, Delivery, WorkItem
+from integr8s_idem.telemetry import DeliveryOutcome
+from integr8s_idem.worker import retries
+from integr8s_idem.worker.assignments import AbandonedError, Assignment, Delivery, WorkItem
 from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
@@ -41,7 +43,10 @@ from integr8s_idem.worker.offset_progress import Progress
 from integr8s_idem.worker.partition_registry import PartitionRegistry
 from integr8s_idem.worker.pipeline import Pipeline
 from integr8s_idem.worker.poller import Poller
+from integr8s_idem.worker.retries import Retries
+from integr8s_idem.worker.retry_copies import RetryCopy, copy_of
 from tests.simulation.store import Server, SimulatedStoreClient
+from tests.simulation.workload import SCOPE
 
 Bug = Callable[[], AbstractContextManager[Any]]
 
@@ -454,6 +459,95 @@ def reconciled_without_events() -> AbstractContextManager[Any]:
     return _patched(ReconcilingEventHandler, "_find_effect", find_effect)
 
 
+# Retry topics
+
+
+def offset_before_the_copy() -> AbstractContextManager[Any]:
+    """The offset moves while the copy is published in the background."""
+
+    def retry_later(self: Conclusions, item: WorkItem, copies: Retries, attempt: int, due_in: timedelta) -> None:
+        publishing = copies.publish(item.delivery, item.execution, attempt, due_in)  # type: ignore[arg-type]  # guarded
+        item.delivery.add_task(asyncio.get_running_loop().create_task(publishing))
+        self._settle(item, DeliveryOutcome.RETRY_LATER, attempt)
+
+    return _patched(Conclusions, "_retry_later", retry_later)
+
+
+def attempt_of_the_copy_ignored() -> AbstractContextManager[Any]:
+    """The attempt in the headers of a copy does not count if its record has vanished."""
+    original = DeliveryProcessor._decode_copy
+
+    def decode_copy(self: DeliveryProcessor, delivery: Delivery, copies: Retries) -> Any:
+        decoded = original(self, delivery, copies)
+        for execution in decoded.executions:
+            if isinstance(execution, GuardedExecution):
+                execution.work.failed_runs = 0
+        return decoded
+
+    return _patched(DeliveryProcessor, "_decode_copy", decode_copy)
+
+
+def overtaken_in_place() -> AbstractContextManager[Any]:
+    """An event that is scheduled waits in place, although its handler may be overtaken."""
+
+    async def wait(self: Retries, delivery: Delivery, _: Any, attempt: int, remaining: timedelta) -> bool:
+        await asyncio.wait({delivery.assignment.closing}, timeout=remaining.total_seconds())
+        if delivery.assignment.closed:
+            raise AbandonedError
+        return False
+
+    return _patched(Retries, "publish", wait)
+
+
+def scheduled_without_a_delay() -> AbstractContextManager[Any]:
+    """A release with a delay is a release: a duplicate runs the event at once."""
+
+    def schedule(self: Any, reservation: Reserved, now: datetime, *_: timedelta) -> bool:
+        return self._release(reservation, now)  # type: ignore[no-any-return]
+
+    return _patched(MemoryIdempotencyRepository, "_schedule", schedule)
+
+
+def record_shorter_than_delay() -> AbstractContextManager[Any]:
+    """The record of a scheduled event is kept for the ttl alone, which may end before the event is due."""
+    original = MemoryIdempotencyRepository._schedule
+
+    def schedule(self: Any, reservation: Reserved, now: datetime, delay: timedelta, retention: timedelta) -> bool:
+        answer = original(self, reservation, now, delay, retention)
+        if answer:
+            self._entries[reservation.key].expires_at = now + retention
+        return answer
+
+    return _patched(MemoryIdempotencyRepository, "_schedule", schedule)
+
+
+def copies_of_others_handled() -> AbstractContextManager[Any]:
+    """A copy for another consumer group is handled."""
+    original = copy_of
+
+    def of_any_group(record: Any, secrets: Any) -> RetryCopy:
+        return replace(original(record, secrets), group=SCOPE)
+
+    return _patched(retries, "copy_of", of_any_group)
+
+
+def unsigned_copies_handled() -> AbstractContextManager[Any]:
+    """A copy is handled although nobody has signed it."""
+    original = copy_of
+    return _patched(retries, "copy_of", lambda record, secrets: original(record, ()))
+
+
+def copy_of_a_changed_event() -> AbstractContextManager[Any]:
+    """The copy names the event as its handler has changed it."""
+    original = Retries.publish
+
+    async def publish(self: Retries, delivery: Delivery, execution: Any, *arguments: Any) -> bool:
+        delivery.event_id = execution.event.event_id
+        return await original(self, delivery, execution, *arguments)
+
+    return _patched(Retries, "publish", publish)
+
+
 BUGS: Final[dict[str, Bug]] = {
     bug.__name__: bug
     for bug in (
@@ -491,5 +585,13 @@ BUGS: Final[dict[str, Bug]] = {
         offset_first,
         never_reconciled,
         reconciled_without_events,
+        offset_before_the_copy,
+        attempt_of_the_copy_ignored,
+        overtaken_in_place,
+        scheduled_without_a_delay,
+        record_shorter_than_delay,
+        copies_of_others_handled,
+        unsigned_copies_handled,
+        copy_of_a_changed_event,
     )
 }

@@ -30,6 +30,7 @@ class SimulatedConsumer:
         self.generation = -1
         """Generation of the current assignment."""
         self.assigned_generation = -1
+        self.topics: frozenset[str] = frozenset()
         self._broker = broker
         self._channel = Channel()
         self._listener: Any = None
@@ -104,11 +105,14 @@ class SimulatedConsumer:
 
     def subscribe(self, topics: Sequence[str], *, listener: Any) -> None:
         self._listener = listener
+        self.topics = frozenset(topics)
 
     async def start(self) -> None:
         await asyncio.sleep(self._broker.random.uniform(0.01, 0.2))
         if self._broker.refusing:
             raise KafkaConnectionError("no broker")
+        if not self.topics <= self._broker.topics:
+            raise KafkaConnectionError("a topic does not exist")
         self._coordination = asyncio.get_running_loop().create_task(self._coordinate())
         await self._first.wait()
 

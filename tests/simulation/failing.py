@@ -66,17 +66,18 @@ class RuledFailures:
     """The attempts up to this one fail."""
     late: bool = False
     """Whether they fail after their effect."""
+    delay: float = DELAY
+    """Seconds until the next attempt, if the handler chooses them."""
 
     def raise_for(self, attempt: int, *, late: bool) -> None:
         """Raise the error of this attempt, if it fails at this point."""
         if self.kind is not Kind.NONE and late == self.late and attempt <= self.attempts:
-            raise _error_of(self.kind)
+            raise self._error()
 
-
-def _error_of(kind: Kind) -> Exception:
-    if kind is Kind.RETRY_AFTER:
-        return RetryAfter(DELAY, "as planned")
-    return _ERRORS[kind]("as planned")
+    def _error(self) -> Exception:
+        if self.kind is Kind.RETRY_AFTER:
+            return RetryAfter(self.delay, "as planned")
+        return _ERRORS[self.kind]("as planned")
 
 
 _ERRORS: Final[dict[Kind, type[Exception]]] = {

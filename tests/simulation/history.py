@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import datetime
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Final
@@ -18,6 +19,9 @@ from tests.simulation.processes import PROCESS, Process
 
 JUST_RESUMED: Final = 1.0
 """Seconds after a stall in which a process may not know yet that it lost a lease."""
+
+DELAYED: Final = (BusyError.__name__, RetryAfter.__name__)
+"""Errors of attempts that are retried after a delay."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,6 +80,8 @@ class Truth:
     """Those that were completed without a result, because a rule discards the error."""
     released: set[tuple[str, int]] = field(default_factory=set)
     """Keys and fences of runs whose release the store accepted."""
+    due: dict[str, tuple[datetime, int]] = field(default_factory=dict)
+    """By key: when it is due by the store's clock, and its excuses when it was scheduled."""
     early: list[tuple[str, float]] = field(default_factory=list)
     """Keys that were retried too early, and by how many seconds."""
     dead_letters: defaultdict[tuple[str, int, int], list[GivenUp]] = field(default_factory=lambda: defaultdict(list))
@@ -106,6 +112,10 @@ class History:
         self.last_resumed: dict[str, float] = {}
         self.reconciles: frozenset[str] = frozenset()
         """Names of the handlers with reconcile functions."""
+        self.overtaken: frozenset[str] = frozenset()
+        """Names of the handlers whose delayed retries wait in retry topics."""
+        self.store_time: Callable[[], datetime] = datetime.now
+        """Returns the time by the store's clock."""
         self.closed = False
         """Whether the run is over; later events come from dead processes."""
 
@@ -148,6 +158,7 @@ class History:
                 self.violate("X", f"two runs of {attempt.label} at once, without a stall or a loss")
         self._note_early(run)
         self._check_reconciled(run)
+        self._check_due(run)
         truth.runs[attempt.key].append(run)
         return run
 
@@ -172,6 +183,12 @@ class History:
             return
         if any(other.effects for other in truth.runs[key]) and (key, run.fence) not in truth.asked:
             self.violate("Q", f"{run.work} runs after its effect, and its reconcile function was not asked")
+
+    def _check_due(self, run: Run) -> None:
+        """Check B: no attempt of a scheduled work begins before it is due, unless the record was lost meanwhile."""
+        due_at, excuses = self.truth.due.get(run.key, (None, 0))
+        if due_at is not None and self.store_time() < due_at and self.truth.excuses(run.key) == excuses:
+            self.violate("B", f"{run.work} begins before it is due")
 
     def has_effect(self, attempt: Attempt) -> bool:
         """Answer the question of a reconcile function."""
@@ -214,13 +231,18 @@ class History:
     def end(self, run: Run, how: str) -> None:
         self.note("end", run.key, run.attempt, how)
         run.ended, run.ended_with = True, how
-        if how in (BusyError.__name__, RetryAfter.__name__):
+        if how in DELAYED and run.work.partition(" ")[0] not in self.overtaken:
             run.not_again_before = asyncio.get_running_loop().time() + DELAY
 
     def _rebalances(self) -> int:
         return self.counts["rebalances"] + self.counts["assignments"]
 
     # Store
+
+    def schedule(self, key: str, due_at: datetime) -> None:
+        """Record that nobody may run this work before `due_at`, by the store's clock."""
+        self.counts["scheduled"] += 1
+        self.truth.due[key] = due_at, self.truth.excuses(key)
 
     def complete(self, key: str, fence: int, *, discarded: bool = False) -> None:
         """Record that the store accepted the completion of `key` with this fence."""
@@ -257,9 +279,17 @@ class History:
         for key, runs in self.truth.runs.items():
             did = sorted((run for run in runs if run.effects), key=_fence)
             self.counts["repeats"] += max(0, len(did) - 1)
-            back = sum(later.attempt <= earlier.attempt for earlier, later in pairwise(did))
+            back = sum(later.attempt <= self._known_attempts(earlier) for earlier, later in pairwise(did))
             if back > self.truth.losses[key]:
                 self.violate("E2", f"{key} was repeated silently: attempts {[run.attempt for run in did]}")
+
+    def _known_attempts(self, run: Run) -> int:
+        """Return the number that the attempt of the next run must exceed.
+
+        If the record was lost, each copy in a retry topic knows only the attempts before it.
+        """
+        handler = run.work.partition(" ")[0]
+        return 1 if handler in self.overtaken and self.truth.losses[run.key] else run.attempt
 
     def judge_order(self, lanes: Iterable[list[str]]) -> None:
         """Check O: within a lane, first effects happen in the order of the first messages."""

@@ -32,7 +32,10 @@ class SimulatedProducer:
         def take() -> Any:
             if self._broker.refusing or self._process.cut_off:
                 raise KafkaConnectionError("no broker")
-            return self._broker.append(topic, key, value, headers)
+            appended = self._broker.append(topic, key, value, headers)
+            if ".retry." in topic and self._broker.when_copied is not None:
+                self._broker.when_copied(self._process)
+            return appended
 
         return asyncio.ensure_future(self._confirm(take))
 

@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 from integr8s_idem.engine.results import discarded_error
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.records import (
+    NOBODY,
     Completed,
     Completion,
     Failure,
@@ -71,6 +72,9 @@ class Server:
         self.down = False
         self.asker_is_ahead = 0.0
         """Seconds by which the clock of the caller is ahead; only used by an injected bug."""
+        history.store_time = self.now
+        self.expires = False
+        """Whether records expire within a run, because the ttl is short; each one then counts as lost."""
         self._highest: dict[str, int] = {}
         self._results: dict[str, StoredResult | None] = {}
 
@@ -93,9 +97,23 @@ class Server:
                 self._history.truth.losses[key] += 1
                 self._history.note("record lost", key)
 
+    def scheduled_keys(self) -> list[str]:
+        return [key for key, entry in self.inner._entries.items() if entry.token == NOBODY and entry.lease_until]
+
+    def _note_expiry(self, key: str) -> None:
+        entry = self.inner._entries.get(key)
+        if not self.expires or entry is None or entry.expires_at > self.now():
+            return
+        if entry.token == NOBODY and entry.lease_until is not None and entry.lease_until > self.now():
+            self._history.violate("B", f"the record of {key} expires before the event is due")
+        elif entry.lease_until is None or entry.lease_until <= self.now():
+            self._history.note("record expired", key)
+            self._history.truth.losses[key] += 1
+
     # Transitions
 
     def reserve(self, request: ReserveRequest) -> Verdict:
+        self._note_expiry(request.key)
         before, now = self.seen(request.key), self.now()
         verdict = at_once(self.inner.reserve([request]))[0]
         self._history.note("reserve", request.key, request.owner, type(verdict).__name__)
@@ -148,10 +166,14 @@ class Server:
             "release", reserved, lambda: self.inner.release([reserved], delay=delay, retention=retention)
         )
         if answer:
-            self._history.truth.released.add((reserved.key, reserved.fence))
+            released = self._history.truth.released
+            if delay and (reserved.key, reserved.fence) not in released:
+                self._history.schedule(reserved.key, self.now() + delay)
+            released.add((reserved.key, reserved.fence))
         return answer
 
     def _write(self, verb: str, reserved: Reserved, write: Callable[[], Awaitable[list[bool]]]) -> bool:
+        self._note_expiry(reserved.key)
         before = self.seen(reserved.key)
         answer = at_once(write())[0]
         after = self.seen(reserved.key)
@@ -184,6 +206,10 @@ class SimulatedStoreClient:
         self._ahead = ahead
         self.when_reserved: Callable[[], None] | None = None
         """Called once, after the answer to the next reservation and before it is processed."""
+        self.when_scheduled: Callable[[], None] | None = None
+        """Called once, after the answer to the next release with a delay."""
+        self.on_schedule: Callable[[Process, str], None] = lambda process, key: None
+        """Called for each release with a delay that was confirmed."""
 
     async def _call(self, verb: str, execute: Callable[[], T]) -> T:
         def executed() -> T:
@@ -216,9 +242,17 @@ class SimulatedStoreClient:
     async def release(
         self, reservations: Sequence[Reserved], *, delay: timedelta = NO_DELAY, retention: timedelta = NO_DELAY
     ) -> list[bool]:
-        return await self._call(
+        answers = await self._call(
             "release", lambda: [self.server.release(reserved, delay, retention) for reserved in reservations]
         )
+        if delay:
+            for reserved, answer in zip(reservations, answers, strict=True):
+                if answer:
+                    self.on_schedule(self._process, reserved.key)
+            if self.when_scheduled is not None:
+                call, self.when_scheduled = self.when_scheduled, None
+                call()
+        return answers
 
     async def get(self, keys: Sequence[str]) -> list[IdempotencyRecord | None]:
         return await self._call("get", lambda: at_once(self.server.inner.get(keys)))

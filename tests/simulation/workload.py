@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from random import Random
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from integr8s_idem.config import IdempotencyConfig, KafkaSettings, OnFailure, OnInProgress
 from integr8s_idem.config.sections import ServiceSettings
@@ -20,6 +20,9 @@ from integr8s_idem.reconciliation import Answer, Done, NotDone, Unknown
 from tests.simulation.failing import OF_HANDLERS, OF_ROUTER, Kind, RuledFailures, failures_of
 from tests.simulation.history import History, Run
 from tests.simulation.processes import PROCESS, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.overtaking import Overtaking
 
 LEASE: Final = 4.0
 """Seconds."""
@@ -92,6 +95,8 @@ class Habits:
     """Whether all handlers are fast, so that the run ends."""
     unknown: float = 0.0
     """How often reconcile functions do not know the outcome."""
+    overtaking: Overtaking | None = None
+    """The retry topics of the run, if it has any."""
 
     @staticmethod
     def of(random: Random) -> Habits:
@@ -112,7 +117,8 @@ class Habits:
 def plan_of(seed: int, handler: str, event_id: str, habits: Habits) -> Plan:
     """Return the plan of a work, which is the same for every attempt and worker."""
     random = Random(f"{seed}/{handler}/{event_id}")  # a simulation
-    ruled = failures_of(seed, handler, event_id, habits.ruled)
+    delayed = None if habits.overtaking is None else habits.overtaking.failures_of(handler, event_id)
+    ruled = delayed or failures_of(seed, handler, event_id, habits.ruled)
     is_ruled = ruled.kind is not Kind.NONE
 
     def seconds() -> float:
@@ -141,19 +147,23 @@ class Handlers:
     history: History
     kill: Callable[[Process], None]
     """Kills the process that handles a deadly event."""
+    begun: Callable[[Run, int], None]
+    """Called with each run, and with the number of its event."""
 
     async def __call__(self, handler: RegisteredHandler, call: HandlerCall) -> Any:
         process = PROCESS.get()
         assert process is not None
         event, attempt = call.event, call.attempt
         event_id = event.event_id
-        if self.history.reconciles:
+        if self.history.reconciles or self.habits.overtaking is not None:
             # An earlier attempt may have changed the event, and another worker has to find the same plan.
             event_id = attempt.label.removeprefix(f"{event.event_type}:")
         plan = plan_of(self.seed, handler.name, event_id, self.habits)
         if handler.is_reconcile:
             return await self._reconcile(plan, handler.name, call)
-        run = self.history.begin(process, attempt, f"{handler.name} {getattr(event, 'number')}")  # noqa: B009  # any kind
+        number: int = getattr(event, "number")  # noqa: B009  # any kind
+        run = self.history.begin(process, attempt, f"{handler.name} {number}")
+        self.begun(run, number)
         how = "returned"
         # Harmless in the final phase, in which processes are not restarted.
         is_deadly = event.event_id == self.habits.deadly and not self.habits.calm
@@ -215,28 +225,34 @@ def _ship(call: HandlerCall) -> None:
     call.outgoing.publish(Shipped(number=getattr(event, "number", 0), timestamp=WHEN, aggregate_id=event.aggregate_id))
 
 
-def make_router(placed: type[BaseEvent], *, reconciles: bool) -> EventRouter:
-    """Return the router of a version of the code, which knows this class of the first event.
+@lru_cache(maxsize=512)
+def make_router(placed: type[BaseEvent], *, reconciles: bool, overtaken: frozenset[str]) -> EventRouter:
+    """Return the router of a version of the code.
 
-    `reconciles`: whether the handlers of that event have reconcile functions.
+    Args:
+        placed: The class of the first event that this version knows.
+        reconciles: Whether the handlers of that event have reconcile functions.
+        overtaken: Names of the handlers whose delayed retries wait in retry topics.
     """
 
     async def never(event: BaseEvent) -> Any:
         raise AssertionError("unreachable: `Handlers` runs the plan instead")
 
     router = EventRouter(failures=OF_ROUTER)
-    for name in HANDLERS["placed"]:
-        find = never if reconciles else None
-        router.on(placed, name=name, failures=OF_HANDLERS, reconcile=find)(never)
-    for name in HANDLERS["shipped"]:
-        router.on(Shipped, name=name, failures=OF_HANDLERS)(never)
+    for event, names in ((placed, HANDLERS["placed"]), (Shipped, HANDLERS["shipped"])):
+        for name in names:
+            router.on(
+                event,
+                name=name,
+                failures=OF_HANDLERS,
+                reconcile=never if reconciles and event is placed else None,
+                delayed_retries="overtake" if name in overtaken else "block",
+            )(never)
     return router
 
 
-ROUTERS: Final = tuple(
-    tuple(make_router(placed, reconciles=reconciles) for placed in (Placed, PlacedNow)) for reconciles in (False, True)
-)
-"""By whether handlers have reconcile functions, and by version of the code: this one, and the next one."""
+VERSIONS: Final = (Placed, PlacedNow)
+"""The class of the first event by version of the code: this one, and the next one."""
 
 
 def versions_of(seed: int) -> Callable[[], int]:
@@ -259,13 +275,23 @@ class Setup:
 
 
 @lru_cache(maxsize=512)
-def _setup(ordering: str, on_failure: str, on_in_progress: str, attempts: int, concurrency: int, most: int) -> Setup:
+def _setup(
+    ordering: str,
+    on_failure: str,
+    on_in_progress: str,
+    attempts: int,
+    concurrency: int,
+    most: int,
+    tiers: tuple[str, ...],
+    ttl: int,
+) -> Setup:
     return Setup(
         IdempotencyConfig(
             processing_timeout_seconds=LEASE,
             on_failure=OnFailure(on_failure),
             on_in_progress=OnInProgress(on_in_progress),
             max_attempts=attempts,
+            default_ttl_seconds=ttl,
         ),
         KafkaSettings(
             session_timeout_seconds=3,
@@ -282,13 +308,15 @@ def _setup(ordering: str, on_failure: str, on_in_progress: str, attempts: int, c
                 "retry_max_seconds": 1.0,
                 "commit_interval_seconds": 1.0,
                 "drain_timeout_seconds": 1.5,
+                "retry_topics": tiers,
             }
         ),
     )
 
 
-def draw_setup(random: Random) -> Setup:
+def draw_setup(random: Random, overtaking: Overtaking | None) -> Setup:
     """Draw the settings of a run."""
+    ttl = overtaking.ttl if overtaking is not None else None
     return _setup(
         random.choice(("partition", "key", "none")),
         random.choice(("retry", "retry", "retry", "block")),
@@ -296,4 +324,6 @@ def draw_setup(random: Random) -> Setup:
         random.choice((2, 3, 5)),
         random.choice((1, 2, 8)),
         random.choice((1, 3, 10, 50)),
+        overtaking.tiers if overtaking is not None else (),
+        ttl or 3600,
     )

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
@@ -15,10 +15,12 @@ from integr8s_idem.events import encode_event, event_headers
 from integr8s_idem.keys import Key, KeySpace
 from integr8s_idem.worker.kafka_protocols import Partition
 from tests.simulation.broker import SESSION, Broker, Message
+from tests.simulation.copies import Copies, Place, copy_in, place_of
 from tests.simulation.failing import attempts_before, share_of
 from tests.simulation.faults import wreak_havoc
-from tests.simulation.history import GivenUp, History
+from tests.simulation.history import GivenUp, History, Run
 from tests.simulation.network import Network, Weather
+from tests.simulation.overtaking import disturb_copies, overtaking_of
 from tests.simulation.processes import PROCESS, Process, SimulatedLoop, bury
 from tests.simulation.sources import driven_by
 from tests.simulation.store import Server
@@ -44,6 +46,9 @@ PLACES: Final = "ABCD"
 
 PATIENCE: Final = 120.0
 """Seconds without faults in which everything must be settled."""
+
+PATIENCE_WITH_RETRY_TOPICS: Final = 300.0
+"""The same, if some events wait in retry topics for a minute or more."""
 
 LAST_WORDS: Final = 30.0
 """Seconds in which a stopped process must end all its tasks."""
@@ -75,16 +80,19 @@ class World:
         self.seed = seed
         self.random = random = Random(seed)  # a simulation
         self.history = History()
-        self.setup: Setup = draw_setup(random)
+        overtaking = overtaking_of(seed)
+        self.setup: Setup = draw_setup(random, overtaking)
         self.habits = Habits.of(random)
         self.habits.ruled = share_of(seed)
+        self.habits.overtaking = overtaking
         self._version = versions_of(seed)
-        self.handlers = Handlers(seed, self.habits, self.history, self._kill)
+        self.handlers = Handlers(seed, self.habits, self.history, self._kill, self._begun)
         if (unknown := reconciling_of(seed)) is not None:
             self.habits.unknown = unknown
             self.history.reconciles = frozenset(HANDLERS["placed"])
         self.store_network = Network(random)
         self.server = Server(self.history)
+        self.copies: Copies | None = None
         self.broker = Broker(self.history, random, Network(random), TOPICS, random.randint(1, 2))
         self.broker.group.check = self._check_commit
         self.broker.transactions = markers_of(seed)
@@ -93,7 +101,15 @@ class World:
         self._space = KeySpace(self.setup.config.key_prefix, SCOPE)
         self._calm = False
         self._ahead = [random.uniform(-2 * LEASE, 2 * LEASE) for _ in PLACES]
-        self._keys: dict[tuple[str, int, int], tuple[str, ...]] = {}
+        self._keys: dict[Place, tuple[str, ...]] = {}
+        if overtaking is not None:
+            self.history.overtaken = overtaking.handlers
+            self.server.expires = overtaking.ttl is not None
+            self.copies = Copies(self, overtaking)
+            self.broker.on_copy = self.copies.add
+            for name in overtaking.names:
+                if name not in overtaking.missing:
+                    self.broker.create(name)
 
     # Processes
 
@@ -177,34 +193,88 @@ class World:
         if consumer is not None:
             self.store_network.later(SESSION, lambda: self.broker.group.leave(consumer) if still() else None)
 
+    # Retry topics
+
+    def create_retry_topics(self) -> None:
+        """Create those that did not exist at first; workers read them after a restart."""
+        overtaking = self.habits.overtaking
+        for name in overtaking.names if overtaking is not None else ():
+            if name not in self.broker.topics:
+                self.history.note("topic created", name)
+                self.broker.create(name)
+
+    def moves(self) -> int:
+        """Return a number that changes when partitions may move."""
+        return self.history.counts["rebalances"] + self.history.counts["assignments"]
+
+    def note_schedule(self, process: Process, key: str) -> None:
+        if self.copies is not None:
+            self.copies.note_schedule(process, key)
+
+    def _begun(self, run: Run, number: int) -> None:
+        if self.copies is not None:
+            self.copies.check_run(run, number)
+
+    def is_unread(self, key: str) -> bool:
+        """Return whether the offset of a message with this key is not committed, in the topic of its event."""
+        return any(
+            key in self._keys_of(message)
+            for at, message in self._events()
+            if message.offset >= self.broker.group.committed.get(at, 0)
+        )
+
     # Finished messages
 
+    def _events(self) -> Iterator[tuple[Partition, Message]]:
+        """Yield the messages in the topics of events, without markers."""
+        for at, log in self.broker.logs.items():
+            if at.topic in HANDLERS:
+                yield from ((at, message) for message in log if not message.is_marker)
+
+    def key_of(self, handler: str, topic: str, event_id: str) -> str:
+        return self._space.full(Key.of_event(handler, topic, "id", event_id))
+
     def _keys_of(self, message: Message) -> tuple[str, ...]:
-        where = (message.topic, message.partition, message.offset)
+        where = place_of(message)
         keys = self._keys.get(where)
         if keys is None:
             event_id = dict(message.headers)["event_id"].decode()
             keys = self._keys[where] = tuple(
-                self._space.full(Key.of_event(name, message.topic, "id", event_id)) for name in HANDLERS[message.topic]
+                self.key_of(name, message.topic, event_id) for name in HANDLERS[message.topic]
             )
         return keys
 
-    def _unfinished(self, message: Message) -> list[str]:
-        """Return the keys of a message that are neither completed nor dead-lettered."""
+    def _works_of(self, message: Message) -> list[tuple[str, str, Place]]:
+        """Return the handlers of a message with their keys, and the place of the message in the topic of its event."""
         if message.is_marker:
             return []
+        if message.topic in HANDLERS:
+            keys = zip(HANDLERS[message.topic], self._keys_of(message), strict=True)
+            return [(name, key, place_of(message)) for name, key in keys]
+        copy = copy_in(message)
+        if copy.is_own:
+            return [(copy.handler, self.key_of(copy.handler, copy.origin.topic, copy.event_id), copy.origin)]
+        return [("", "forged copy", copy.place)] if copy.is_forged else []
+
+    def _unfinished(self, message: Message) -> list[str]:
+        """Return the keys of a message that are neither completed nor dead-lettered."""
         truth = self.history.truth
-        dead_letters = truth.dead_letters.get((message.topic, message.partition, message.offset), [])
-        given_up = {dead_letter.handler for dead_letter in dead_letters}
         return [
             key
-            for name, key in zip(HANDLERS[message.topic], self._keys_of(message), strict=True)
-            if key not in truth.completed and name not in given_up
+            for name, key, origin in self._works_of(message)
+            if key not in truth.completed
+            and all(dead_letter.handler != name for dead_letter in truth.dead_letters.get(origin, ()))
         ]
+
+    def _waits_elsewhere(self, key: str, message: Message) -> bool:
+        """Return whether a copy waits in a retry topic in place of the message."""
+        if self.copies is None:
+            return False
+        return any(each == key and self.copies.waits(key, origin) for _, each, origin in self._works_of(message))
 
     def _check_commit(self, partition: Partition, known: int, offset: int) -> None:
         for message in self.broker.logs[partition][known:offset]:
-            if unfinished := self._unfinished(message):
+            if unfinished := [key for key in self._unfinished(message) if not self._waits_elsewhere(key, message)]:
                 self.history.violate(
                     "C", f"offset {offset} of {partition} passes {message.offset}, unfinished: {unfinished}"
                 )
@@ -216,13 +286,18 @@ class World:
         for place in range(random.randint(2, 3)):
             self.start(place)
         seconds = random.uniform(4, 15)
-        chaos = asyncio.create_task(wreak_havoc(self, random, seconds))
-        producer = asyncio.create_task(self._publish(random, seconds))
-        await asyncio.wait({chaos, producer})
-        for task in (chaos, producer):
+        overtaking = self.habits.overtaking
+        work = [self._publish(random, seconds)]
+        if overtaking is None or not overtaking.quiet:
+            work.insert(0, wreak_havoc(self, random, seconds))
+        if overtaking is not None and not overtaking.quiet:
+            work.append(disturb_copies(self, overtaking, seconds))
+        tasks = [asyncio.create_task(each) for each in work]
+        await asyncio.wait(tasks)
+        for task in tasks:
             task.result()
         self._be_calm()
-        await self._until(self._settled, PATIENCE, "settling everything")
+        await self._until(self._settled, PATIENCE_WITH_RETRY_TOPICS if self.copies else PATIENCE, "settling everything")
         self._calm = True
         for worker in self.workers:
             worker.stop()
@@ -263,6 +338,15 @@ class World:
         for process in self.processes:
             process.on_step = None
             self._resume(process)
+        self.broker.when_copied = None
+        if self.copies is not None:
+            self.copies.quiet = True
+            self.create_retry_topics()
+            for worker in self.workers:
+                if worker.client is not None:
+                    worker.client.when_scheduled = None
+                if worker.lacks_topics() and not worker.ended:
+                    worker.stop()
 
     def _settled(self) -> bool:
         committed = self.broker.group.committed
@@ -301,6 +385,8 @@ class World:
 
     def _judge(self) -> None:
         history, truth = self.history, self.history.truth
+        if self.copies is not None:
+            self.copies.judge()
         for log in self.broker.logs.values():
             for message in log:
                 if unfinished := self._unfinished(message):
@@ -323,13 +409,12 @@ class World:
         others = sum(counts[what] for what in ("crashes", "stalls", "partitions", "stops")) - counts["deadly"]
         if others + self.history.truth.jumps >= self.setup.config.max_attempts:
             return
-        for log in self.broker.logs.values():
-            for message in log:
-                dead_letters = self.history.truth.dead_letters[message.topic, message.partition, message.offset]
-                crashed = any(dead_letter.error == "CrashedTooOftenError" for dead_letter in dead_letters)
-                if crashed and dict(message.headers)["event_id"].decode() != self.habits.deadly:
-                    what = f"{message.topic} {message.offset}"
-                    self.history.violate("K", f"{what} is given up because of crashes of another event")
+        for _, message in self._events():
+            dead_letters = self.history.truth.dead_letters[place_of(message)]
+            crashed = any(dead_letter.error == "CrashedTooOftenError" for dead_letter in dead_letters)
+            if crashed and dict(message.headers)["event_id"].decode() != self.habits.deadly:
+                what = f"{message.topic} {message.offset}"
+                self.history.violate("K", f"{what} is given up because of crashes of another event")
 
     def _judge_outgoing(self) -> None:
         """Check N: work that is completed has published its event, also if a reconcile function found its effect."""
@@ -349,14 +434,11 @@ class World:
     def _judge_rules(self) -> None:
         """Check P and V: every failure has the consequence that its rule says; no payload is taken for another one."""
         history, deliveries = self.history, Counter[str]()
-        for log in self.broker.logs.values():
-            for message in log:
-                if message.is_marker:
-                    continue
-                keys = dict(zip(HANDLERS[message.topic], self._keys_of(message), strict=True))
-                deliveries.update(keys.values())
-                for dead_letter in history.truth.dead_letters[message.topic, message.partition, message.offset]:
-                    self._judge_dead_letter(dead_letter, keys.get(dead_letter.handler, ""))
+        for _, message in self._events():
+            keys = dict(zip(HANDLERS[message.topic], self._keys_of(message), strict=True))
+            deliveries.update(keys.values())
+            for dead_letter in history.truth.dead_letters[place_of(message)]:
+                self._judge_dead_letter(dead_letter, keys.get(dead_letter.handler, ""))
         for key, seconds in history.truth.early:
             # Another delivery of the event does not know the delay of the first one.
             if deliveries[key] == 1:
@@ -381,6 +463,8 @@ class World:
         by_key = self.setup.service.ordering == "key"
         dropped = set(self.history.truth.dead_letters)
         for partition, log in self.broker.logs.items():
+            if partition.topic not in HANDLERS:
+                continue
             messages = [message for message in log if not message.is_marker]
             exempt = {
                 key
@@ -390,7 +474,7 @@ class World:
             }
             for message in messages:
                 for name, key in zip(HANDLERS[message.topic], self._keys_of(message), strict=True):
-                    if key not in exempt:
+                    if key not in exempt and name not in self.history.overtaken:
                         lanes.setdefault((partition, message.key if by_key else None, name), []).append(key)
         return list(lanes.values())
 
