@@ -31,6 +31,14 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 SECOND = timedelta(seconds=1)
 
+LEASES = {
+    Lease.LIVE: EPOCH + SECOND,
+    Lease.SCHEDULED: EPOCH + SECOND,
+    Lease.ENDED: EPOCH - SECOND,
+    Lease.DUE: EPOCH - SECOND,
+}
+"""When a lease or a delay ends."""
+
 TWO_WORKERS = tuple(
     Setup(2, ((0,),), faults)
     for faults in (
@@ -166,6 +174,8 @@ async def _answer(store: MemoryIdempotencyRepository, request: Request) -> Answe
             [accepted] = await store.fail([Failure(reservation=held, ttl=10 * SECOND, error="")])
         case Verb.RELEASE:
             [accepted] = await store.release([held])
+        case Verb.SCHEDULE:
+            [accepted] = await store.release([held], delay=SECOND, retention=10 * SECOND)
     return Answer.YES if accepted else Answer.NO
 
 
@@ -176,7 +186,7 @@ def _entry(record: Record) -> _Entry:
         attempt=record.attempt,
         fence=record.fence,
         token=_token(record.token),
-        lease_until={Lease.LIVE: EPOCH + SECOND, Lease.ENDED: EPOCH - SECOND}.get(record.lease),
+        lease_until=LEASES.get(record.lease),
         expires_at=EPOCH + 5 * SECOND,
         previous=record.previous,
         fingerprint=None,
@@ -191,9 +201,10 @@ def _record(entry: _Entry) -> Record:
         lease, token = Lease.NONE, 0
     else:
         token = int.from_bytes(entry.token, "big")
-        lease = (
-            Lease.RELEASED if entry.lease_until is None else Lease.LIVE if entry.lease_until > EPOCH else Lease.ENDED
-        )
+        lease = Lease.RELEASED
+        if entry.lease_until is not None:
+            holds, ended = (Lease.LIVE, Lease.ENDED) if token else (Lease.SCHEDULED, Lease.DUE)
+            lease = holds if entry.lease_until > EPOCH else ended
     return Record(entry.status, entry.attempt, entry.fence, token, lease, Previous(entry.previous))
 
 

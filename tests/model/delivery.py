@@ -72,6 +72,7 @@ class Deliveries:
             Phase.COMPLETING: self._completing,
             Phase.COMPLETING_AGAIN: self._writing_again,
             Phase.RELEASING: self._releasing,
+            Phase.SCHEDULING: self._releasing,
             Phase.FAILING: self._failing,
             Phase.FAILING_AGAIN: self._writing_again,
             Phase.DEAD_LETTERING: self._dead_lettering,
@@ -105,8 +106,10 @@ class Deliveries:
                 return put(here, state, Task(Phase.DEAD_LETTERING))
             case Answer.IN_PROGRESS if not self.protocol.waits_for_work_in_progress:
                 return self._settled(here, state)
+            case Answer.SCHEDULED if not self.protocol.waits_for_scheduled_work:
+                return self._settled(here, state)
             case _:
-                return state  # in progress elsewhere, or no answer: retries with the same token
+                return state  # scheduled, in progress elsewhere, or no answer: retries with the same token
 
     def _begin(self, here: Here, state: State) -> State:
         """Run with the reservation, unless the work has crashed too often."""
@@ -185,6 +188,8 @@ class Deliveries:
         yield _step(here, f"{what}, for good", is_fault=True), put(here, state, self._given_up(task))
         if task.held.attempt < self.setup.max_attempts:
             yield _step(here, what, is_fault=True), put(here, state, task._replace(phase=Phase.RELEASING))
+            later = task._replace(phase=Phase.SCHEDULING)
+            yield _step(here, f"{what}, to be retried later", is_fault=True), put(here, state, later)
         discarded = put(here, state, task._replace(phase=Phase.COMPLETING))
         if not self.protocol.discard_waits_for_completion:
             discarded = self._settled(here, state)
@@ -283,8 +288,9 @@ class Deliveries:
                 yield what, self._try_again(here, state)
 
     def _releasing(self, here: Here) -> Moves:
-        """Release the key; without an answer the lease ends by itself."""
-        for what, state, _ in self._call(here, self._request(here, Verb.RELEASE)):
+        """Release the key, with a delay or without; without an answer the lease ends by itself."""
+        verb = Verb.RELEASE if here.task.phase is Phase.RELEASING else Verb.SCHEDULE
+        for what, state, _ in self._call(here, self._request(here, verb)):
             yield what, self._try_again(here, state)
 
     def _dead_lettering(self, here: Here) -> Moves:

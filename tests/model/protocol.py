@@ -30,6 +30,12 @@ class Protocol:
     fail_checks_token: bool = True
     release_checks_token: bool = True
     release_keeps_the_attempts: bool = True
+    scheduled_waits_until_due: bool = True
+    """Nobody may reserve a key that was released with a delay before the delay has passed."""
+    scheduled_belongs_to_nobody: bool = True
+    """A release with a delay clears the token, so that the end of the delay is not the end of a lease."""
+    waits_for_scheduled_work: bool = True
+    """A delivery of scheduled work is not acknowledged: nobody runs the work."""
     waits_for_work_in_progress: bool = True
     """A duplicate of work in progress is retried later and not acknowledged."""
     missing_record_is_written_again: bool = True
@@ -174,6 +180,24 @@ VARIANTS: dict[str, Variant] = {
         Protocol(fails_before_the_dead_letter=False),
         _two_workers(crashes=1, failures=1),
         (Rule.RUN_AFTER_DEAD_LETTER,),
+    ),
+    "scheduled-runs-at-once": Variant(
+        "a release with a delay only releases, and a duplicate runs the work before it is due",
+        Protocol(scheduled_waits_until_due=False),
+        _two_workers(failures=1),
+        (Rule.EARLY,),
+    ),
+    "scheduled-keeps-its-lease": Variant(
+        "scheduled work keeps the token of its run, and the end of the delay counts as a crash",
+        Protocol(scheduled_belongs_to_nobody=False),
+        _two_workers(failures=1),
+        (Rule.COUNTED_AS_A_CRASH,),
+    ),
+    "acknowledge-scheduled": Variant(
+        "a duplicate of scheduled work is acknowledged like work in progress, and nobody runs it",
+        Protocol(waits_for_scheduled_work=False),
+        _two_workers(failures=1),
+        (Rule.LOST,),
     ),
     "offset-before-completion": Variant(
         "the offset moves when the handler starts",

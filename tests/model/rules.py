@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.records import IdempotencyStatus, Previous
 from tests.model.state import Held, Key, Lease, Record, Rule, Run
 
 PROCESSING = IdempotencyStatus.PROCESSING
@@ -25,7 +25,7 @@ def owns(held: Held | None, record: Record | None) -> bool:
 
 
 def judge_reserving(before: Record | None, after: Record, token: int, *, in_progress: bool) -> Rule | None:
-    """A held or settled key is not reserved, and a worker does not wait for its own reservation."""
+    """A held, settled or scheduled key is not reserved, and a worker does not wait for its own reservation."""
     if in_progress:
         return Rule.WAITS_FOR_ITSELF if after.token == token else None
     if before is None or before == after:
@@ -34,6 +34,10 @@ def judge_reserving(before: Record | None, after: Record, token: int, *, in_prog
         return Rule.OUTCOME_OVERWRITTEN
     if before.lease is Lease.LIVE and before.token != after.token:
         return Rule.TWO_LEASES
+    if before.lease is Lease.SCHEDULED:
+        return Rule.EARLY
+    if before.lease is Lease.DUE and after.previous is Previous.LAPSED:
+        return Rule.COUNTED_AS_A_CRASH
     return None
 
 

@@ -16,6 +16,10 @@ class Lease(str, Enum):
     LIVE = "live"
     ENDED = "ended"
     RELEASED = "released"
+    SCHEDULED = "scheduled"
+    """Released with a delay: nobody may reserve the key before it is due."""
+    DUE = "due"
+    """Was scheduled, and the delay has passed."""
     NONE = "settled"
 
 
@@ -26,7 +30,7 @@ class Record(NamedTuple):
     attempt: int
     fence: int
     token: int
-    """0 for settled records, which have no token."""
+    """0 for settled and scheduled records, which belong to nobody."""
     lease: Lease
     previous: Previous
 
@@ -78,6 +82,7 @@ class Phase(str, Enum):
     COMPLETING_AGAIN = "completing again"
     """The store rejected the token: reserve the key again."""
     RELEASING = "releasing"
+    SCHEDULING = "scheduling"
     FAILING = "failing"
     FAILING_AGAIN = "failing again"
     DEAD_LETTERING = "dead-lettering"
@@ -121,6 +126,8 @@ class Verb(str, Enum):
     COMPLETE = "complete"
     FAIL = "fail"
     RELEASE = "release"
+    SCHEDULE = "schedule"
+    """Release with a delay."""
 
 
 class Request(NamedTuple):
@@ -160,6 +167,8 @@ class Rule(str, Enum):
     TWO_LEASES = "a key with a live lease was reserved again"
     STALE_WRITE = "a record was changed by a worker that does not own it"
     OUTCOME_OVERWRITTEN = "a settled record was overwritten"
+    EARLY = "a scheduled key was reserved before it was due"
+    COUNTED_AS_A_CRASH = "the takeover of a scheduled key counts as one after a crash"
     WAITS_FOR_ITSELF = "a worker waits for its own reservation"
     TWO_RUNS_OF_ONE_RESERVATION = "a second run was started with a reservation"
     LATE_START = "a handler was started after its lease had ended"

@@ -14,12 +14,16 @@ from tests.model.state import Lease, Record, Request, Verb
 
 PROCESSING, COMPLETED, FAILED = IdempotencyStatus.PROCESSING, IdempotencyStatus.COMPLETED, IdempotencyStatus.FAILED
 
+NOBODYS_TOKEN = 0
+"""Token of scheduled records."""
+
 
 class Answer(str, Enum):
     """The answer to the caller."""
 
     RESERVED = "Reserved"
     IN_PROGRESS = "InProgress"
+    SCHEDULED = "Scheduled"
     COMPLETED = "Completed"
     FAILED = "Failed"
     LAPSED = "lapsed"
@@ -38,6 +42,8 @@ def execute(protocol: Protocol, record: Record | None, clock: int, request: Requ
         return settle(record, request, COMPLETED, checked=protocol.complete_checks_token)
     if request.verb is Verb.FAIL:
         return settle(record, request, FAILED, checked=protocol.fail_checks_token)
+    if request.verb is Verb.SCHEDULE:
+        return schedule(protocol, record, request)
     return release(protocol, record, request)
 
 
@@ -50,6 +56,8 @@ def reserve(protocol: Protocol, record: Record | None, clock: int, request: Requ
     if record.token == request.token and record.lease is not Lease.RELEASED and protocol.reserve_knows_its_token:
         # The caller's own reservation: the answer to an earlier call was lost.
         return record._replace(lease=Lease.LIVE), Answer.RESERVED
+    if record.lease is Lease.SCHEDULED and protocol.scheduled_waits_until_due:
+        return record, Answer.SCHEDULED
     if record.lease is Lease.LIVE and not _seen_as_ended(protocol, request):
         return record, Answer.IN_PROGRESS
     if record.lease is Lease.ENDED and not protocol.lapsed_is_taken_over:
@@ -61,7 +69,10 @@ def reserve(protocol: Protocol, record: Record | None, clock: int, request: Requ
 
 def take(record: Record, clock: int, token: int) -> Record:
     """Return the record of the next attempt."""
-    previous = Previous.RELEASED if record.lease is Lease.RELEASED else Previous.LAPSED
+    is_free = record.lease is Lease.RELEASED or (
+        record.lease in (Lease.SCHEDULED, Lease.DUE) and record.token == NOBODYS_TOKEN
+    )
+    previous = Previous.RELEASED if is_free else Previous.LAPSED
     fence = max(record.fence, clock) + 1
     return Record(PROCESSING, record.attempt + 1, fence, token, Lease.LIVE, previous)
 
@@ -92,6 +103,19 @@ def release(protocol: Protocol, record: Record | None, request: Request) -> tupl
     if owned(record, request) or not protocol.release_checks_token:
         return (record._replace(lease=Lease.RELEASED) if protocol.release_keeps_the_attempts else None), Answer.YES
     return record, Answer.NO
+
+
+def schedule(protocol: Protocol, record: Record | None, request: Request) -> tuple[Record | None, Answer]:
+    """Release with a delay."""
+    if record is None:
+        return None, Answer.NO
+    if owned(record, request._replace(token=NOBODYS_TOKEN)):
+        # Scheduled already: the answer to that call was lost.
+        return record, Answer.YES
+    if not owned(record, request):
+        return record, Answer.NO
+    token = NOBODYS_TOKEN if protocol.scheduled_belongs_to_nobody else record.token
+    return record._replace(lease=Lease.SCHEDULED, token=token), Answer.YES
 
 
 def owned(record: Record, request: Request) -> bool:

@@ -182,13 +182,15 @@ class Machine:
         return after
 
     def _store(self, index: int, state: State) -> Moves:
-        """Yield calls that arrive late, and the loss of a record."""
+        """Yield calls that arrive late, the end of a delay, and the loss of a record."""
         for place, request in enumerate(state.network):
             if request.key == index:
                 network = state.network[:place] + state.network[place + 1 :]
                 after, answer = self.deliveries.executed(state._replace(network=network), request)
                 yield Step(f"late call to {request.verb.value} arrives: {answer.value}", key=index), after
         key = state.keys[index]
+        if key.record is not None and key.record.lease is Lease.SCHEDULED:
+            yield Step("is due", key=index), with_record(state, index, key.record._replace(lease=Lease.DUE))
         if state.faults.lost_records and key.record is not None:
             faults = state.faults._replace(lost_records=state.faults.lost_records - 1)
             forgotten = key._replace(record=None, begun=False, forgotten=key.forgotten + 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.model.delivery import TOKENS_OF_A_TASK
 from tests.model.explorer import Counterexample, Exploration
-from tests.model.state import Phase, Record, Setup, State, Step, Task
+from tests.model.state import Lease, Phase, Record, Setup, State, Step, Task
 
 KEYS = "abcdefgh"
 
@@ -77,6 +77,8 @@ def _record(record: Record | None, setup: Setup) -> str:
     if record is None:
         return "-"
     run = f"attempt {record.attempt}, fence {record.fence}"
+    if record.lease in (Lease.SCHEDULED, Lease.DUE):
+        return f"{record.lease.value}: {run}"
     if not record.token:
         return f"{record.status.value}: {run}"
     worker = (record.token - 1) // TOKENS_OF_A_TASK // len(setup.messages)
