@@ -166,6 +166,6 @@ def _append_stranger(
     event = Placed(event_id=f"s{number}", number=number, timestamp=WHEN)
     value, headers = encode_event(event), event_headers(event)
     origin = Origin("placed", 0, 0, 0, None, value, headers)
-    copy = RetryCopy(group, HANDLERS["placed"][0], event_hash(event.event_id), 0, 1, origin)
+    copy = RetryCopy(group, HANDLERS["placed"][0], event_hash(event.event_id), 0, 1, 0, origin)
     world.history.counts["strangers"] += 1
     world.broker.append(topic, None, value, copy.headers(topic, secrets))
