@@ -11,11 +11,10 @@ import logging
 from pathlib import Path
 
 from examples.retries.measurement import RATE, Measurement, measure
-from examples.retries.payments import Gateway
+from examples.retries.payments import Gateway, Retries
 from examples.retries.plot import svg
 from examples.retries.service import DELAY_SECONDS
 from integr8s_idem.embedded import embedded
-from integr8s_idem.handlers.router import DelayedRetries
 
 
 async def main(seconds: float, picture: Path) -> None:
@@ -25,7 +24,7 @@ async def main(seconds: float, picture: Path) -> None:
         flush=True,
     )
     measurements: list[Measurement] = []
-    modes: tuple[DelayedRetries, ...] = ("block", "overtake")
+    modes: tuple[Retries, ...] = ("block", "overtake")
     for retries in modes:
         async with embedded() as servers:
             found = await measure(servers, retries, seconds)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from examples.retries.payments import ChargeRequested, Gateway
+from examples.retries.payments import ChargeRequested, Gateway, Retries
 from examples.retries.service import DELAY_SECONDS, platform_with
 from integr8s_idem import EventPublisher, Settings
 from integr8s_idem.embedded import EmbeddedServers
-from integr8s_idem.handlers.router import DelayedRetries
 from integr8s_idem.runtime import ServiceGroup
 
 RATE = 100
@@ -33,7 +32,7 @@ class Sample:
 class Measurement:
     """What happened with one kind of retries."""
 
-    retries: DelayedRetries
+    retries: Retries
     samples: list[Sample] = field(default_factory=list)
 
     @property
@@ -51,7 +50,7 @@ class Measurement:
         return [(sample.seconds, sample.waiting) for sample in self.samples]
 
 
-async def measure(servers: EmbeddedServers, retries: DelayedRetries, seconds: float) -> Measurement:
+async def measure(servers: EmbeddedServers, retries: Retries, seconds: float) -> Measurement:
     """Request charges for `seconds`, and measure until all orders are charged."""
     settings = Settings.model_validate(
         {

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from integr8s_idem import BaseEvent
+
+Retries: TypeAlias = Literal["block", "overtake"]
+"""What happens to later events while one waits for its retry."""
 
 
 class ChargeRequested(BaseEvent):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from examples.retries.payments import ChargeRequested, Gateway, GatewayDownError
+from examples.retries.payments import ChargeRequested, Gateway, GatewayDownError, Retries
 from integr8s_idem import EventRouter, Platform, Service
 from integr8s_idem.failures import retry_later
-from integr8s_idem.handlers.router import DelayedRetries
 from integr8s_idem.integrations.dishka import IdempotencyProvider, IdempotentDispatcherProvider, KafkaProvider
 
 DELAY_SECONDS = 2
 
 
-def platform_with(gateway: Gateway, delayed_retries: DelayedRetries) -> Platform:
+def platform_with(gateway: Gateway, delayed_retries: Retries) -> Platform:
     """Return a platform whose service charges orders, and retries those that the gateway declines after a delay."""
     router = EventRouter()
 
