@@ -113,18 +113,24 @@ class EventDispatcher:
             )
         return EventHandler(
             registered.function,
-            name=registered.name,
-            event=registered.event,
             scope=self._scope,
-            invoke=self._invoke,
-            publisher=self._publisher,
             observer=self.observer,
-            timeout=self._timeout,
             max_attempts=self._max_attempts,
-            batch=registered.batch,
-            failures=self.policy(registered),
-            limit=registered.limit,
+            **self._options_of(registered),
         )
+
+    def _options_of(self, registered: RegisteredHandler) -> dict[str, Any]:
+        """Return the options that all kinds of handlers take."""
+        return {
+            "name": registered.name,
+            "event": registered.event,
+            "invoke": self._invoke,
+            "publisher": self._publisher,
+            "timeout": self._timeout,
+            "batch": registered.batch,
+            "failures": self.policy(registered),
+            "limit": registered.limit,
+        }
 
     def policy(self, registered: RegisteredHandler) -> FailurePolicy:
         """Return all rules for errors of a handler."""
@@ -235,15 +241,8 @@ class IdempotentEventDispatcher(EventDispatcher):
             self.manager,
             resolver=self.resolver,
             ttl=self.ttl,
-            name=registered.name,
-            event=registered.event,
-            invoke=self._invoke,
-            publisher=self._publisher,
-            timeout=self._timeout,
             outbox=self.outbox,
-            batch=registered.batch,
-            failures=self.policy(registered),
-            limit=registered.limit,
+            **self._options_of(registered),
         )
 
 

@@ -148,30 +148,23 @@ class Poller:
             self._fetched = {*batches, *(partition for partition, new in assignments if new.start is None)}
 
     async def _next_batches(self) -> Mapping[Any, Sequence[Any]]:
-        """Fetch, first from the partitions with the fewest deliveries in flight if they are ordered.
+        """Fetch a few copies for retries, if there are any; otherwise events, as they are needed.
 
-        The client returns the messages of one partition until none of them are left.  If they had to wait for each
-        other, most partitions would have nothing in flight, and little would be handled concurrently.
+        If events are ordered, the partitions with the fewest deliveries in flight come first.  The client returns the
+        messages of one partition until none of them are left.  If they had to wait for each other, most partitions
+        would have nothing in flight, and little would be handled concurrently.
         """
         most, assignments = min(POLL_RECORDS, self._backpressure.room), self._partitions.assignments
         retries = [partition for partition, assignment in assignments.items() if assignment.retry is not None]
-        if retries:
-            return await self._next_with_retries(retries, most)
+        # Few at a time: copies that wait must not fill the memory.
+        if retries and (batches := await self._fetch(*retries, most=MOST_FETCHED, seconds=0.0)):
+            return batches
         if self._is_ordered and len(assignments) > 1:
             for partitions, lacking in self._backpressure.neediest(assignments):
                 if batches := await self._fetch(*partitions, most=min(most, lacking), seconds=0.0):
                     return batches
-        return await self._fetch(most=most)
-
-    async def _next_with_retries(self, retries: Sequence[Partition], most: int) -> Mapping[Any, Sequence[Any]]:
-        """Fetch a few copies if there are any, otherwise from the topics of events: copies must not fill the memory."""
-        if batches := await self._fetch(*retries, most=MOST_FETCHED, seconds=0.0):
-            return batches
-        assignments = self._partitions.assignments
-        if self._is_ordered:
-            for partitions, lacking in self._backpressure.neediest(assignments):
-                if batches := await self._fetch(*partitions, most=min(most, lacking), seconds=0.0):
-                    return batches
+        if not retries:
+            return await self._fetch(most=most)
         events = [partition for partition in assignments if partition not in retries]
         return await self._fetch(*(events or retries), most=most if events else MOST_FETCHED)
 
