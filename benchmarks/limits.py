@@ -71,7 +71,7 @@ LIMITS: Final[Mapping[str, str]] = {
     ),
     "telemetry_on": (
         "limited by the OpenTelemetry SDK: its spans for a tenth of the events, made without any code of this library, "
-        "metrics or propagation, are `telemetry_bound`, and reach 0.8 by CPU on their own"
+        "metrics or propagation, are `telemetry_bound`, and reach 0.75 to 0.80 on their own"
     ),
     "growth_2m": "a larger table misses the processor's caches more often",
     "http_guarded": (
