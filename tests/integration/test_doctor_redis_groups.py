@@ -21,7 +21,7 @@ from integr8s_idem.doctor.permissions import access_of
 from integr8s_idem.stores.redis.buckets import BUCKET_SLOTS
 from tests.support.doctor import Typed, codes, found_in_store
 from tests.support.redis import RedisServer, bundled_binary, needs_newer_binary
-from tests.support.redis_cluster import RedisCluster
+from tests.support.redis_cluster import BUS, RedisCluster
 from tests.support.redis_sentinel import NAME, SentinelServer
 
 SECRET = "hunter2-hunter2"
@@ -135,7 +135,7 @@ async def test_waiting_for_more_replicas_than_exist_is_found(cluster: RedisClust
 async def test_a_cluster_with_an_unassigned_slot_is_found(full_coverage: str) -> None:
     """One server has all slots but one, which a bucket of records needs."""
     config = {**DURABLE, "cluster-enabled": "yes", "cluster-require-full-coverage": full_coverage}
-    with RedisServer(tcp=True, config=config, below=55_536) as server:
+    with RedisServer(tcp=True, config=config, beside=BUS) as server:
         slots = [slot for slot in range(16_384) if slot != BUCKET_SLOTS[7]]
         await asyncio.to_thread(server.admin, "CLUSTER", "ADDSLOTS", *slots)
         urls = (server.url.removesuffix("/0"),)

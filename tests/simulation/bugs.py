@@ -481,7 +481,7 @@ def attempt_of_the_copy_ignored() -> AbstractContextManager[Any]:
         decoded = original(self, delivery, copies)
         for execution in decoded.executions:
             if isinstance(execution, GuardedExecution):
-                execution.work.failed_runs = 0
+                execution.work.copied_attempt = 0
         return decoded
 
     return _patched(DeliveryProcessor, "_decode_copy", decode_copy)

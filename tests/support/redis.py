@@ -89,7 +89,7 @@ class RedisServer:
         tcp: Listen on a free loopback port instead of a Unix socket.
         config: Additional settings by their names in redis.conf: `{"appendonly": "yes"}`. A sequence gives the setting
             several arguments.
-        below: Upper limit of its port, exclusive.
+        beside: Distance to a second port that it needs, as the bus of a cluster does; 0 if it needs none.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class RedisServer:
         binary: Path | None = None,
         tcp: bool = False,
         config: Mapping[str, str | Sequence[str]] | None = None,
-        below: int = 65_536,
+        beside: int = 0,
     ) -> None:
         self.binary = binary or preferred_binary()
         self.tcp = tcp
         self.config = dict(config or {})
-        self._below = below
+        self._beside = beside
         self.port = 0
         self.folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
@@ -145,7 +145,7 @@ class RedisServer:
         if self.folder == Path():
             self.folder = Path(tempfile.mkdtemp(prefix="idem-redis-"))
         if self.tcp and not self.port:
-            self.port = reserve_port(self._below)
+            self.port = reserve_port(self._beside)
         self._launch()
         if not self._await_answer((*_ANSWERS, b"-LOADING") if loading else _ANSWERS):
             self._end(signal.SIGKILL)

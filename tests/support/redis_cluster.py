@@ -25,8 +25,8 @@ from tests.support.redis import RedisServer
 SLOTS: Final = 16_384
 NODE_TIMEOUT_MS: Final = 1_500
 _LONGEST: Final = 60.0
-_BUS: Final = 10_000
-"""Offset of the cluster bus port of a node; both ports must be free."""
+BUS: Final = 10_000
+"""Distance from the port of a node to that of its cluster bus."""
 
 
 class RedisCluster:
@@ -57,7 +57,7 @@ class RedisCluster:
             **self._config,
         }
         for _ in range(6):
-            server = RedisServer(binary=self._binary, tcp=True, config=settings, below=65_536 - _BUS)
+            server = RedisServer(binary=self._binary, tcp=True, config=settings, beside=BUS)
             self.servers.append(self._stack.enter_context(server))
         primaries, replicas = self.servers[:3], self.servers[3:]
         for epoch, server in enumerate(self.servers, start=1):
