@@ -12,6 +12,9 @@ MARIADB := .cache/mariadb/.set-up
 MARIADB_FILES := **/bin/mariadbd,**/bin/my_print_defaults,**/bin/resolveip,**/scripts/**,**/share/*.sql,**/share/english/**,**/share/charsets/**
 LOWEST := .cache/lowest
 
+# Tests start hundreds of processes, each of which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-quick test-lowest faults matrix reference docs bench check fix setup speedups kafka dynamodb mariadb wheel clean
 

@@ -178,9 +178,10 @@ def test_every_public_object_has_a_docstring() -> None:
     assert [entry.path for entry in reference.entries().values() if entry.thing.docstring is None] == []
 
 
-@pytest.mark.parametrize("entry", reference.entries().values(), ids=lambda entry: entry.path)
-def test_docstrings_name_existing_parameters(entry: reference.Entry) -> None:
-    assert list(reference.unknown_parameters(entry.thing)) == []
+def test_docstrings_name_existing_parameters() -> None:
+    unknown = {entry.path: list(reference.unknown_parameters(entry.thing)) for entry in reference.entries().values()}
+
+    assert {path: names for path, names in unknown.items() if names} == {}
 
 
 def test_the_reference_covers_the_package_and_every_module_with_exports() -> None:
