@@ -34,4 +34,6 @@ CONFIGURATIONS: Final[tuple[Setup, ...]] = (
     Setup(3, _TWO_KEYS, Faults(crashes=2, moves=1)),
     Setup(3, _TWO_KEYS, Faults(crashes=1, moves=1, stalls=1)),
     Setup(3, _TWO_KEYS, Faults(crashes=1, moves=2)),
+    Setup(3, _ONE_KEY, Faults(crashes=1, moves=1, stalls=1, lost_records=1, failures=1)),
+    Setup(3, _TWO_KEYS, Faults(crashes=1, moves=1, failures=1)),
 )
