@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
@@ -22,6 +23,9 @@ pytest_plugins = [
     "tests.support.doctor",
     "tests.support.browser",
 ]
+
+SLOW_COLLECTION = 0.05
+"""Seconds."""
 
 
 def pytest_configure() -> None:
@@ -55,7 +59,11 @@ def _collect_garbage(_freeze_existing_objects: None) -> Iterator[None]:
     and logs a traceback, which parses too, Python 3.11 raises a SystemError (python/cpython#106905).
     """
     yield
+    began_at = time.perf_counter()
     gc.collect()
+    if time.perf_counter() - began_at > SLOW_COLLECTION:
+        # Many objects have been created since the module began, or a test has unfrozen those before it.
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
