@@ -27,7 +27,7 @@ from providers.services import (
     SagaProvider,
     TransactionProvider,
 )
-from providers.settings import PlatformSettings
+from providers.settings import K8S_WORKER, PlatformSettings
 from services.background import coordinator_sweep, pod_checks, saga_sweep
 from services.coordinator.handlers import router as coordinator_router
 from services.k8s_worker.handlers import router as k8s_worker_router
@@ -54,7 +54,7 @@ coordinator = Service(
 """Admits executions. Idempotent by event id."""
 
 k8s_worker = Service(
-    "k8s-worker",
+    K8S_WORKER,
     providers=[
         IdempotencyProvider(),
         KafkaProvider(),
@@ -70,7 +70,7 @@ k8s_worker = Service(
     background=[pod_checks],
 )
 """Runs scripts. Idempotent by content: the commands of a kind that one saga sends for an execution count as one,
-regardless of their ids.
+regardless of their ids.  Without room in the cluster, a command waits in a retry topic.
 """
 
 

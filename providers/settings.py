@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import os
-from typing import Self
+from typing import Final, Self
 
 from pydantic import model_validator
 from sqlalchemy.engine import URL, make_url
 
 from integr8s_idem import Settings
-from integr8s_idem.config import PostgresqlStoreSettings, SqliteStoreSettings
+from integr8s_idem.config import PostgresqlStoreSettings, ServiceSettings, SqliteStoreSettings
 from services.settings import PlatformSection
+
+K8S_WORKER: Final = "k8s-worker"
+RETRY_TOPICS: Final = ("5s",)
+"""Where commands wait for room in the cluster, unless the settings of the k8s worker name other topics."""
 
 
 class PlatformSettings(Settings):
     """The settings of the library with the section `[platform]`."""
 
     platform: PlatformSection = PlatformSection()
+
+    def service(self, name: str) -> ServiceSettings:
+        """Return the settings of a service; the k8s worker has `RETRY_TOPICS` by default."""
+        section = super().service(name)
+        if name == K8S_WORKER and "retry_topics" not in section.model_fields_set:
+            return section.model_copy(update={"retry_topics": RETRY_TOPICS})
+        return section
 
     @model_validator(mode="after")
     def _jobs_outlive_a_takeover(self) -> Self:

@@ -35,6 +35,8 @@ _LONGEST_RETRY_AFTER: Final = 60.0
 _MAX_ERROR_BYTES: Final = 65_536
 _TRANSIENT: Final = frozenset({408, 410, 425, 429, 500, 502, 503, 504})
 """Statuses to retry.  410: the listed version is too old to watch from."""
+_EXCEEDED_QUOTA: Final = "exceeded quota:"
+"""Part of the message of a quota; status and reason are those of a missing permission."""
 _CONTROLLER: Final = "batch.kubernetes.io/controller-uid"
 """Label of a Job's pods with the Job's uid; its name may have belonged to an earlier Job."""
 
@@ -51,9 +53,11 @@ class ClusterError(OSError):
 class UnansweredError(ClusterError):
     """No usable answer: no connection, an overloaded or failing server, or a watch that cannot continue."""
 
-    def __init__(self, why: str, retry_after: float = 0.0) -> None:
+    def __init__(self, why: str, retry_after: float = 0.0, status: int | None = None) -> None:
         super().__init__(why)
         self.retry_after = retry_after
+        self.status = status
+        """Status of the response; `None` if there was none."""
 
 
 class RefusedError(ClusterError):
@@ -63,6 +67,8 @@ class RefusedError(ClusterError):
         super().__init__(f"the cluster refuses to {doing}: {status} {reason}: {message}")
         self.status = status
         self.reason = reason
+        self.exceeds_quota = status == HTTPStatus.FORBIDDEN and _EXCEEDED_QUOTA in message
+        """Whether a ResourceQuota leaves no room for the object, as opposed to a missing permission."""
 
 
 class Cluster:
@@ -236,7 +242,7 @@ def _error(doing: str, response: aiohttp.ClientResponse, body: bytes) -> Cluster
         pass  # a proxy answered in another format
     status = response.status
     if status in _TRANSIENT:
-        return UnansweredError(f"could not {doing}: {status} {reason}: {message}", _retry_after(response))
+        return UnansweredError(f"could not {doing}: {status} {reason}: {message}", _retry_after(response), status)
     return RefusedError(doing, status, reason, message)
 
 

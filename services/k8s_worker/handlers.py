@@ -1,12 +1,27 @@
-"""The k8s worker's command handlers."""
+"""The k8s worker's command handlers.
+
+Commands wait for room in the cluster in a retry topic, so that they are handled after commands that came later.  This
+is harmless: commands of different executions are independent, and those of one execution are in two topics, which have
+no common order.  A deletion is remembered in the table of pods, so a create command that comes after it runs nothing.
+"""
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Final
+
 from integr8s_idem import Attempt, EventRouter, Outgoing
+from integr8s_idem.failures import retry_later
 from integr8s_idem.integrations.dishka import FromDishka
 from integr8s_idem.reconciliation import Answer, Done, NotDone
 from services.events import CreatePodCommand, DeletePodCommand
+from services.k8s_worker.runner import NoCapacityError
 from services.k8s_worker.worker import PodWorker
+
+CAPACITY_DELAY: Final = timedelta(seconds=5)
+"""Room appears whenever a script ends."""
+_CAPACITY_ATTEMPTS: Final = 1_000
+"""Practically no limit: the saga deletes a pod that has not ended in time."""
 
 router = EventRouter()
 
@@ -25,7 +40,13 @@ async def find_pod(
     return Done(outcome.event_type)
 
 
-@router.on(CreatePodCommand, name="create_pod", reconcile=find_pod)
+@router.on(
+    CreatePodCommand,
+    name="create_pod",
+    reconcile=find_pod,
+    failures=[retry_later(NoCapacityError, delay=CAPACITY_DELAY, attempts=_CAPACITY_ATTEMPTS)],
+    delayed_retries="overtake",
+)
 async def create_pod(
     event: CreatePodCommand,
     pods: FromDishka[PodWorker],

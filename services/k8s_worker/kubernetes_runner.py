@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from integr8s_idem.errors import PermanentError
 from services.events import CreatePodCommand
-from services.k8s_worker.cluster import Cluster, ClusterError, RefusedError
+from services.k8s_worker.cluster import Cluster, ClusterError, RefusedError, UnansweredError
 from services.k8s_worker.connection import connected
 from services.k8s_worker.job_spec import CONTAINER, belongs_to_platform, deadline_seconds, job_of, runs_the_same
 from services.k8s_worker.pod_status import (
@@ -31,7 +31,7 @@ from services.k8s_worker.pod_status import (
     stdout_of,
 )
 from services.k8s_worker.pod_watch import Deadlines, JobWatch, Sight, Waited
-from services.k8s_worker.runner import Run, RunEnd
+from services.k8s_worker.runner import NoCapacityError, Run, RunEnd
 from services.settings import PlatformSection
 
 OVERDUE_SECONDS: Final = 60.0
@@ -81,6 +81,7 @@ class KubernetesRunner:
 
         Raises:
             PermanentError: The cluster refuses the Job, or another Job has its name.
+            NoCapacityError: The cluster has no room for the Job, or accepts no requests.
             ClusterError: The Job may exist or not; retry to find out.
         """
         name = wanted["metadata"]["name"]
@@ -89,8 +90,14 @@ class KubernetesRunner:
         except RefusedError as error:
             if error.status in _NEVER:
                 raise PermanentError(str(error)) from error
+            if error.exceeds_quota:
+                raise NoCapacityError(str(error)) from error
             if error.reason != "AlreadyExists":
                 raise
+        except UnansweredError as error:
+            if error.status == HTTPStatus.TOO_MANY_REQUESTS:
+                raise NoCapacityError(str(error)) from error
+            raise
         found = await self._cluster.job(name)
         if found is None:
             raise ClusterError(f"Job {name} existed and is gone")

@@ -54,6 +54,10 @@ class UnsupportedLanguageError(Exception):
         return f"unsupported language {self.language}; supported: {', '.join(self.supported)}"
 
 
+class NoCapacityError(OSError):
+    """There is no room for the run now.  A later attempt starts it, or continues it if it has started after all."""
+
+
 class Runner(Protocol):
     """Runs scripts."""
 
@@ -69,6 +73,7 @@ class Runner(Protocol):
         Raises:
             UnsupportedLanguageError: The script was not run.
             PermanentError: The script was not run, and a retry would fail as well.
+            NoCapacityError: There is no room for it now.
             OSError: The outcome is unknown; a retry continues or starts the run.
         """
         ...

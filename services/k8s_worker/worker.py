@@ -41,6 +41,7 @@ class PodWorker:
             SupersededError: A later attempt runs it.
             PermanentError: Another command runs this execution, or the runner can never run it.
             PublishError: The script was not run.
+            NoCapacityError: There is no room for the pod now; a later attempt runs it.
             OSError: The outcome is unknown; a later attempt continues.
         """
         owner = Ownership(command.execution_id, pod_name_of(attempt.key), attempt.number, attempt.fence)

@@ -151,7 +151,11 @@ def test_the_page_loads_no_other_resources_and_has_no_errors(browser: Browser, a
         ["result-processor", "idempotent", "content_hash of execution_id", "2 hours"],
         ["saga-orchestrator", "plain", "no keys", "not at all"],
     ]
-    assert rows[1][4] == "create_pod ← create_pod_command\ndelete_pod ← delete_pod_command"
+    assert rows[1][4].splitlines() == [
+        "create_pod ← create_pod_command",
+        "if it fails: retry_later(NoCapacityError, attempts=1000, delay=5)",
+        "delete_pod ← delete_pod_command",
+    ]
 
 
 def test_focusing_a_component_highlights_its_dependencies_and_dependents(browser: Browser, address: str) -> None:
@@ -177,6 +181,7 @@ def test_focusing_a_component_highlights_its_dependencies_and_dependents(browser
             "IdempotencyManager",
             "IdempotencyRepository",
             "Observer",
+            "ServiceMode",
             "ServiceName",
             "Settings",
         ],

@@ -14,7 +14,7 @@ from services.k8s_worker import kubernetes_runner, pod_watch
 from services.k8s_worker.cluster import ClusterError
 from services.k8s_worker.job_spec import job_of
 from services.k8s_worker.kubernetes_runner import KubernetesRunner
-from services.k8s_worker.runner import Run, RunEnd
+from services.k8s_worker.runner import NoCapacityError, Run, RunEnd
 from tests.support.conditions import eventually
 from tests.support.kubernetes.checks import documented_rights
 from tests.support.kubernetes.running import NAME, Gate, run, runner_on
@@ -297,6 +297,35 @@ async def test_a_job_refused_by_the_cluster_is_not_retried(
         await run(runner, "print()")
 
     assert cluster.requests == [("create", "jobs")]
+
+
+async def test_a_job_beyond_the_quota_waits_for_capacity(
+    runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate
+) -> None:
+    cluster.most_jobs = 0
+    gate.open()
+
+    with pytest.raises(NoCapacityError, match=r"exceeded quota: scripts, requested: count/jobs\.batch=1"):
+        await run(runner, gate.script)
+    cluster.most_jobs = 1
+
+    assert (await run(runner, gate.script)).stdout == "begun\nended\n"
+    assert gate.journal == ["begin", "end"]
+
+
+async def test_a_cluster_that_accepts_no_requests_has_no_capacity(cluster: KubernetesStandIn) -> None:
+    cluster.refuse("create", "jobs", 429, times=5)
+    async with runner_on(cluster, api_patience_seconds=0.2) as runner:
+        with pytest.raises(NoCapacityError, match="could not create a Job: 429"):
+            await run(runner, "print()")
+
+
+@pytest.mark.parametrize("code", [401, 403, 503])
+async def test_other_refusals_are_no_lack_of_capacity(cluster: KubernetesStandIn, code: int) -> None:
+    cluster.refuse("create", "jobs", code, times=5)
+    async with runner_on(cluster, api_patience_seconds=0.2) as runner:
+        with pytest.raises(ClusterError, match=str(code)):
+            await run(runner, "print()")
 
 
 async def test_the_stand_in_refuses_unknown_fields(

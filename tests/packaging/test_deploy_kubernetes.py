@@ -19,6 +19,7 @@ from integr8s_idem.config import ServiceSettings, settings_warnings
 from integr8s_idem.config.loading import load_settings
 from integr8s_idem.runtime import endpoints, service_group
 from integr8s_idem.worker import consumer
+from integr8s_idem.worker.retry_topics import RetryTopics
 from providers import platform
 from providers.settings import PlatformSettings
 from services import events
@@ -220,6 +221,9 @@ def test_the_job_creates_all_topics_as_the_settings_require() -> None:
     }
 
     assert set(topics()["TOPICS"].split()) == types
+    commands = ("create_pod_command", "delete_pod_command")
+    retries = RetryTopics("k8s-worker", SETTINGS.service("k8s-worker").retry_topics, commands)
+    assert topics()["RETRY_TOPICS"].split() == [topic.name for topic in retries.all()]
     assert SETTINGS.kafka.topic_prefix == ""
     assert SETTINGS.kafka.dead_letter_suffix == ".dlq"
     assert topics()["KAFKA"] == SETTINGS.kafka.bootstrap_servers

@@ -8,6 +8,7 @@ from dishka.provider import BaseProvider
 from sqlalchemy import select
 
 from integr8s_idem import EventDispatcher, EventPublisher, EventRouter, IdempotentEventDispatcher, KeyStrategy, Service
+from integr8s_idem.config.durations import delay_in_name
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.integrations.dishka import DispatcherProvider, IdempotentDispatcherProvider
 from integr8s_idem.runtime import make_container
@@ -19,6 +20,7 @@ from services.coordinator.admission import Admission
 from services.coordinator.handlers import router as coordinator_router
 from services.database import Database, results
 from services.events import ExecutionCompleted, ExecutionRequested
+from services.k8s_worker.handlers import CAPACITY_DELAY
 from services.k8s_worker.worker import PodWorker
 from services.result_processor.results import Results
 from services.saga_orchestrator.saga import Sagas
@@ -154,6 +156,29 @@ async def test_the_saga_orchestrator_opens_no_idempotency_store(settings: Platfo
     assert isinstance(await container.get(Sagas), Sagas)
 
     await container.close()
+
+
+def test_only_the_k8s_worker_has_retry_topics(settings: PlatformSettings) -> None:
+    assert {name: settings.service(name).retry_topics for name in platform.services} == {
+        "coordinator": (),
+        "k8s-worker": ("5s",),
+        "result-processor": (),
+        "saga-orchestrator": (),
+    }
+
+
+@pytest.mark.parametrize("section", ["k8s-worker", "k8s_worker"])
+def test_settings_replace_the_retry_topics_of_the_k8s_worker(section: str) -> None:
+    own = {"services": {section: {"retry_topics": ["1m"], "concurrency": 3}}}
+
+    found = PlatformSettings.model_validate(own).service("k8s-worker")
+
+    assert (found.retry_topics, found.concurrency) == (("1m",), 3)
+
+
+def test_a_command_waits_at_least_as_long_as_its_retry_topic(settings: PlatformSettings) -> None:
+    """A shorter delay would make it wait in its topic for longer than its rule says."""
+    assert [delay_in_name(tier) for tier in settings.service("k8s-worker").retry_topics] == [CAPACITY_DELAY]
 
 
 def test_the_services_have_the_groups_of_the_specification() -> None:

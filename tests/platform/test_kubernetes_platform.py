@@ -18,7 +18,13 @@ from integr8s_idem.config import KafkaSettings
 from integr8s_idem.embedded import embedded
 from integr8s_idem.engine.work import Attempt
 from services.database import Database, pods, results
-from services.events import CreatePodCommand, DeletePodCommand, ExecutionFailed, ExecutionRequested
+from services.events import (
+    CreatePodCommand,
+    DeletePodCommand,
+    ExecutionCancelled,
+    ExecutionFailed,
+    ExecutionRequested,
+)
 from services.k8s_worker.runners import chosen_runner
 from services.k8s_worker.worker import PodWorker, pod_name_of
 from services.settings import PlatformSection
@@ -48,6 +54,7 @@ processing_timeout_seconds = {lease}
 metrics_port = 0
 [services.k8s-worker]
 retry_max_seconds = 1
+ordering = "key"
 [platform]
 database_url = "{database}"
 runner = "kubernetes"
@@ -76,8 +83,11 @@ class Setting:
             return [tuple(row) for row in await connection.execute(select(results.c.status, results.c.stdout))]
 
     def has_results(self) -> bool:
+        return bool(self.rows("SELECT 1 FROM results"))
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
         with closing(connect(self.folder / "platform.db")) as database:
-            return bool(database.execute("SELECT 1 FROM results").fetchall())
+            return database.execute(query).fetchall()
 
     async def attempts(self) -> list[int]:
         async with self.database.reading() as connection:
@@ -126,6 +136,35 @@ async def test_the_next_worker_continues_with_the_job_of_a_killed_worker(
     assert len(cluster.made) == len(cluster.kubelet.started) == 1
     assert cluster.deletions == [(cluster.made[0], "Background")]
     await eventually(lambda: not cluster.objects.pods)
+
+
+async def test_commands_wait_in_a_retry_topic_for_room_in_the_cluster(
+    setting: Setting, cluster: KubernetesStandIn, gate: Gate
+) -> None:
+    """The quota allows one Job.  `e2` waits until `e1` has ended; `e3` is cancelled meanwhile, and never runs."""
+    cluster.most_jobs = 1
+    publisher = EventPublisher(setting.kafka)
+    with setting.process("all", "coordinator", "saga-orchestrator", "result-processor", "k8s-worker") as platform:
+        await asyncio.to_thread(platform.wait_for_line, "metrics and health")
+        await publisher.publish(ExecutionRequested(execution_id="e1", script=gate.script, timeout_seconds=90))
+        await gate.begun()
+        for execution in ("e2", "e3"):
+            script = f"print({execution!r})"
+            await publisher.publish(ExecutionRequested(execution_id=execution, script=script))
+        waiting = "SELECT execution_id FROM pods WHERE state = 'running'"
+        await eventually(lambda: len(setting.rows(waiting)) == 3, state=lambda: platform.output)
+        await publisher.publish(ExecutionCancelled(execution_id="e3", reason="changed my mind", cancelled_by="ann"))
+        ended = "SELECT execution_id, status FROM results ORDER BY execution_id"
+        await eventually(lambda: setting.rows(ended) == [("e3", "failed")], state=lambda: platform.output)
+        gate.open()
+        await eventually(lambda: len(setting.rows(ended)) == 3, state=lambda: platform.output)
+    await publisher.close()
+
+    assert setting.rows(ended) == [("e1", "completed"), ("e2", "completed"), ("e3", "failed")]
+    assert sorted(await setting.results())[1:] == [("completed", "e2\n"), ("failed", "")]
+    assert '"topic": "create_pod_command.k8s-worker.retry.5s"' in platform.output
+    # Neither was a Job made for `e3`, nor two for `e2`.
+    assert len(cluster.made) == len(cluster.kubelet.started) == 2
 
 
 FIRST = Attempt("idempotency:k8s-worker:create:1", 1, 10, float("inf"))

@@ -27,6 +27,8 @@ def test_the_quota_of_scripts_matches_the_settings() -> None:
     assert quota["metadata"]["namespace"] == section.kubernetes.namespace
     hard = quota["spec"]["hard"]
     assert int(hard["pods"]) > section.max_running
+    # A Job that is refused waits; one whose pod is refused fails.
+    assert section.max_running < int(hard["count/jobs.batch"]) < int(hard["pods"])
     assert float(hard["limits.cpu"]) == int(hard["pods"]) * section.max_cpu
     assert int(hard["limits.memory"].removesuffix("Gi")) * 1_024 >= int(hard["pods"]) * memory
 

@@ -70,6 +70,8 @@ class KubernetesStandIn:
         self.made: list[str] = []
         """Names of the created Jobs, in order."""
         self.kubeconfig = folder / "kubeconfig"
+        self.most_jobs: int | None = None
+        """The quota for Jobs that exist at the same time."""
         self.faults: list[Fault] = []
         self._tls = tls
         self._watches: set[asyncio.WriteTransport] = set()
@@ -214,6 +216,14 @@ class KubernetesStandIn:
         name = job["metadata"]["name"]
         if name in self.objects.jobs:
             raise RefusalError(409, "AlreadyExists", f'jobs.batch "{name}" already exists')
+        if self.most_jobs is not None and (used := len(self.objects.jobs)) >= self.most_jobs:
+            count = "count/jobs.batch"
+            raise RefusalError(
+                403,
+                "Forbidden",
+                f'jobs.batch "{name}" is forbidden: exceeded quota: scripts, requested: {count}=1, '
+                f"used: {count}={used}, limited: {count}={self.most_jobs}",
+            )
         if len(body) > LARGEST_OBJECT:
             raise RefusalError(500, "InternalError", "etcdserver: request is too large")
         job["metadata"] = new_metadata(job["metadata"], NAMESPACE, self.objects.next_version())
