@@ -20,6 +20,7 @@ from typing import Final, TypeAlias
 
 from pydantic import ValidationError
 
+from integr8s_idem._util.counts import is_count
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.errors import ApplicationError, PermanentError, RetryAfter
 
@@ -241,13 +242,9 @@ def _rule(
     for each in given:
         if not (isinstance(each, type) and issubclass(each, Exception)):
             raise ApplicationError(f"{action.value}() needs classes of exceptions, not {each!r}")
-    if attempts is not None and not _is_count(attempts):
-        raise ApplicationError(f"{action.value}(): attempts is {attempts!r}, but must be at least 1")
+    if attempts is not None and not is_count(attempts):
+        raise ApplicationError(f"{action.value}(): attempts is {attempts!r}, but must be an integer of at least 1")
     return FailureRule(action, errors, attempts, delay, first_pause, longest_pause, jitter, through_causes)
-
-
-def _is_count(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
 DEFAULT_RULES: Final = (

@@ -76,7 +76,7 @@ def _group(group: ErrorGroup, summary: GroupSummary) -> Iterator[str]:
     else:
         yield f"{'(others)':<12}  {summary.count:,}  of further groups"
     yield _row("time", f"{format_time(summary.first)} to {format_time(summary.last)}")
-    yield _row("example", f"{summary.example}: {summary.error}" if summary.error else str(summary.example))
+    yield _row("example", str(summary.example))
 
 
 def count_text(number: int, noun: str = "dead letter") -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from integr8s_idem._util.counts import is_count
 from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem._util.loop_fairness import pace_of, turn_of_the_loop
 from integr8s_idem.engine.active_runs import ActiveRun, check_start, run_of
@@ -48,7 +49,8 @@ class FieldLimit:
         """Return the limit, or `None` if neither argument is given.
 
         Raises:
-            ApplicationError: Only one is given, an event has no such field, or `at_most` is less than 1.
+            ApplicationError: Only one is given, an event has no such field, or `at_most` is not an integer of
+                at least 1.
         """
         if field is None and at_most is None:
             return None
@@ -56,14 +58,16 @@ class FieldLimit:
             raise ApplicationError(
                 'limit_by and at_most belong together: @router.on(Order, limit_by="customer_id", at_most=2)'
             )
+        if not isinstance(field, str):
+            raise ApplicationError(f"limit_by is {field!r}, but must be the name of a field")
         for event in events:
             if field not in event.model_fields:
                 raise ApplicationError(
                     f"limit_by names {field!r}, but {event.__name__} has no such field; "
                     f"its fields are {', '.join(event.model_fields)}"
                 )
-        if at_most < 1:
-            raise ApplicationError(f"at_most is {at_most}, but must be at least 1")
+        if not is_count(at_most):
+            raise ApplicationError(f"at_most is {at_most!r}, but must be an integer of at least 1")
         return FieldLimit(field, at_most)
 
 

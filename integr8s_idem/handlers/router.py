@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, get_args, overload
 
+from integr8s_idem._util.counts import is_count
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent
@@ -234,13 +235,14 @@ class EventRouter:
                 waits in a retry topic of the service (`retry_topics`), and is handled after events that came later.
 
         Raises:
-            ApplicationError: `event` is not an event class, `max_size` is less than 1, another handler of the event has
-                the same name, or the first parameter is not annotated with a list or sequence of these events.
+            ApplicationError: `event` is not an event class, `max_size` is not an integer of at least 1, another handler
+                of the event has the same name, or the first parameter is not annotated with a list or sequence of these
+                events.
         """
         if not _is_event_class(event):
             raise ApplicationError(f"{event!r} is not an event class; write @router.on_batch(OrderPlaced)")
-        if max_size < 1:
-            raise ApplicationError(f"max_size is {max_size}, but must be at least 1")
+        if not is_count(max_size):
+            raise ApplicationError(f"max_size is {max_size!r}, but must be an integer of at least 1")
         longest_wait = duration(max_wait, "max_wait")
         rules, overtakes = checked_rules(failures), _overtakes(delayed_retries)
 

@@ -180,6 +180,7 @@ class OutgoingEvents:
             id_from: Identifies what happened, such as an order number, among events of this service and type.
 
         Raises:
+            TypeError: `event` is not an event.
             EventError: The event contains NaN or infinity.
             EventTooLargeError: The event is larger than `max_event_bytes`.
             ApplicationError: The block has ended, another savepoint or transaction has begun within it, or the event
@@ -187,6 +188,11 @@ class OutgoingEvents:
         """
         if self.has_ended:
             raise ApplicationError(_ENDED)
+        if not isinstance(event, BaseEvent):
+            raise TypeError(
+                f"publish() takes an event, an instance of a subclass of BaseEvent such as OrderPlaced(...), not "
+                f"{type(event).__name__}"
+            )
         own = event.metadata
         metadata = own.model_copy(update={"service_name": own.service_name or self._service})
         event_id = self._id_of(event, id_from)

@@ -74,9 +74,7 @@ class GroupSummary:
     """When the earliest was dead-lettered, by the clock of the service or the broker."""
     last: datetime
     example: Place
-    """Place of the latest."""
-    error: str
-    """Error of the latest."""
+    """Place of the latest, whose error is not kept: its values may be personal data."""
 
 
 class GroupedDeadLetters:
@@ -97,12 +95,12 @@ class GroupedDeadLetters:
             group = _OTHERS
         summary = self._groups.get(group)
         if summary is None:
-            self._groups[group] = GroupSummary(1, at, at, dead_letter.place, dead_letter.error)
+            self._groups[group] = GroupSummary(1, at, at, dead_letter.place)
             return
         summary.count += 1
         summary.first = min(summary.first, at)
         if at >= summary.last:
-            summary.last, summary.example, summary.error = at, dead_letter.place, dead_letter.error
+            summary.last, summary.example = at, dead_letter.place
 
     def rows(self) -> Sequence[tuple[ErrorGroup, GroupSummary]]:
         """Return the groups, the largest first, and of equal ones the latest first."""
@@ -118,7 +116,6 @@ class GroupedDeadLetters:
                 "first": format_time(summary.first),
                 "last": format_time(summary.last),
                 "example": str(summary.example),
-                "error": summary.error,
             }
             for group, summary in self.rows()
         ]

@@ -127,12 +127,13 @@ class RelayProcess:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(configure_telemetry(telemetry, service_name=NAME))
             observer = observer_for(telemetry, NAME, group=None, kafka=self._settings.kafka)
+            # First, so that a store without an outbox is the only thing that is reported.
+            outbox = await stack.enter_async_context(opened_outbox(self._settings))
             if telemetry.metrics_enabled:
                 endpoints = Endpoints(telemetry.metrics_host, telemetry.metrics_port, health=self.health)
                 await stack.enter_async_context(endpoints)
                 self._on_metrics(telemetry.metrics_host, endpoints.port)
                 logger.info("metrics and health on http://%s:%d", telemetry.metrics_host, endpoints.port)
-            outbox = await stack.enter_async_context(opened_outbox(self._settings))
             publisher = EventPublisher(self._settings.kafka, observer)
             stack.push_async_callback(publisher.close)
             relay = self._relay = make_relay(outbox, publisher, self._settings.kafka, observer)

@@ -135,6 +135,16 @@ async def test_a_store_without_outbox_is_refused(shop: Shop) -> None:
     assert '[store] kind is "memory", which has no outbox' in relay.output
 
 
+async def test_a_relay_without_an_outbox_reports_only_that(shop: Shop) -> None:
+    shop.settings.write_text('[store]\nkind = "memory"\n[telemetry]\nmetrics_port = 0\n')
+
+    relay = shop.relay("--json")
+
+    assert relay.wait(60) == 2
+    assert "which has no outbox" in relay.output
+    assert "metrics and health" not in relay.output
+
+
 async def test_missing_tables_are_reported(shop: Shop) -> None:
     async with shop.engine.begin() as connection:
         await connection.execute(text("DELETE FROM idempotency_outbox_buckets"))

@@ -229,8 +229,9 @@ def test_invalid_batch_handlers_are_refused() -> None:
     router = EventRouter()
     with pytest.raises(ApplicationError, match="is not an event class"):
         router.on_batch(str)  # type: ignore[arg-type]
-    with pytest.raises(ApplicationError, match="max_size is 0, but must be at least 1"):
-        router.on_batch(OrderPlaced, max_size=0)
+    for size in (0, 2.5, True, "2"):
+        with pytest.raises(ApplicationError, match=f"max_size is {size!r}, but must be an integer of at least 1"):
+            router.on_batch(OrderPlaced, max_size=size)  # type: ignore[arg-type]
     with pytest.raises(ApplicationError, match="is not an async function"):
         router.on_batch(OrderPlaced)(lambda_like)  # type: ignore[type-var]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
@@ -51,7 +52,6 @@ def test_a_group_has_a_count_the_first_and_the_last_time_and_the_latest_as_examp
         "first": "2030-01-01T00:00:01.000Z",
         "last": "2030-01-01T00:00:09.000Z",
         "example": "order_placed.dlq:0:9",
-        "error": "ValueError: no such card: 9",
     }
     assert (second["dead_letters"], second["pattern"]) == (1, "TimeoutError: no answer within <number> s")
 
@@ -124,3 +124,14 @@ def test_groups_are_printed_without_control_characters() -> None:
     assert lines[2] == f"{ErrorGroup.of(dead_letter).id}  1  billing charge  handler_failed"
     assert lines[4].split() == ["time", "2030-01-01T00:00:03.000Z", "to", "2030-01-01T00:00:03.000Z"]
     assert "\x1b" not in "".join(lines)
+
+
+def test_groups_show_no_values_from_the_errors_of_their_dead_letters() -> None:
+    """Lists are pasted into tickets; `dlq show` prints the error of the example."""
+    groups = grouped([failed(3, ValueError("no card for 'ann@shop.example' with token \"f00d\""))])
+
+    printed = "\n".join([*group_lines(groups), json.dumps(groups.as_json())])
+
+    assert "ValueError: no card for <text> with token <text>" in printed
+    assert "ann" not in printed
+    assert "f00d" not in printed

@@ -353,7 +353,11 @@ async def test_a_stopped_worker_leaves_waiting_events_to_the_next_one() -> None:
         ({"limit_by": "customer"}, "belong together"),
         ({"at_most": 2}, "belong together"),
         ({"limit_by": "client", "at_most": 2}, "no such field"),
-        ({"limit_by": "customer", "at_most": 0}, "at least 1"),
+        ({"limit_by": "customer", "at_most": 0}, "at_most is 0, but must be an integer of at least 1"),
+        ({"limit_by": "customer", "at_most": 2.5}, r"at_most is 2\.5, but must be an integer"),
+        ({"limit_by": "customer", "at_most": True}, "at_most is True, but must be an integer"),
+        ({"limit_by": "customer", "at_most": "2"}, "at_most is '2', but must be an integer"),
+        ({"limit_by": ["customer"], "at_most": 2}, r"limit_by is \['customer'\], but must be the name of a field"),
     ],
 )
 def test_an_invalid_limit_is_refused_when_the_handler_is_registered(options: dict[str, Any], text: str) -> None:
