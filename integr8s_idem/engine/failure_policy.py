@@ -28,6 +28,7 @@ class FailurePolicy:
         """
         self.rules: Final = tuple(rules)
         self.schedules: Final = schedules
+        self.most_attempts: Final = most_attempts(self.rules)
 
     def decide(self, error: Exception, *, together: bool = False) -> FailureRule | None:
         """Return the rule for an attempt that failed with `error`; `None` if no rule matches.
@@ -48,6 +49,11 @@ class FailurePolicy:
         if isinstance(error, ExceptionGroup):
             return max((self._decide(each) for each in error.exceptions), key=_care)
         return None
+
+
+def most_attempts(rules: Iterable[FailureRule]) -> int:
+    """Return the largest number of attempts that a rule allows; 0 if none says how many."""
+    return max((rule.attempts or 0 for rule in rules), default=0)
 
 
 _CARE: Final = (FailureAction.DISCARD, FailureAction.DEAD_LETTER, FailureAction.RETRY, FailureAction.RETRY_LATER)

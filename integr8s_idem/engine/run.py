@@ -537,11 +537,13 @@ class Run(ActiveRun):
             reserved.lapsed_alone,
             self._services.config.max_attempts,
             isolates=work.isolation is not Isolation.NONE,
+            most_attempts=0 if work.failures is None else work.failures.most_attempts,
         )
 
     def _crashes(self, reserved: Reserved) -> int:
         """Return how many attempts count as crashed."""
-        if self.work.isolation is Isolation.NONE or not reserved.lapsed:
+        limit = self._services.config.max_attempts
+        if not reserved.lapsed or (self.work.isolation is Isolation.NONE and reserved.lapsed < limit):
             return reserved.attempt - 1
         alone = reserved.lapsed_alone
-        return alone if alone >= self._services.config.max_attempts else reserved.lapsed
+        return alone if alone >= limit else reserved.lapsed

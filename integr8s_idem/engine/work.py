@@ -86,7 +86,9 @@ CRASHES_IN_COMPANY: Final = 10
 """Factor of `max_attempts`: work that crashed so often is given up even if it never ran alone."""
 
 
-def is_crash_limit_reached(attempt: int, lapsed: int, lapsed_alone: int, limit: int, *, isolates: bool) -> bool:
+def is_crash_limit_reached(
+    attempt: int, lapsed: int, lapsed_alone: int, limit: int, *, isolates: bool, most_attempts: int = 0
+) -> bool:
     """Whether to give up work whose last attempt lapsed, instead of running it again.
 
     Args:
@@ -95,9 +97,11 @@ def is_crash_limit_reached(attempt: int, lapsed: int, lapsed_alone: int, limit: 
         lapsed_alone: How many of these ran alone in their process.
         limit: `max_attempts`.
         isolates: Whether the caller can run the work alone.
+        most_attempts: The largest number of attempts that a rule allows.  Attempts that failed within it do not count:
+            otherwise, one crash after several of them would be the last.
     """
     if not isolates or not lapsed:
-        return attempt > limit
+        return attempt > max(limit, most_attempts) or lapsed >= limit
     return lapsed_alone >= limit or lapsed >= CRASHES_IN_COMPANY * limit
 
 

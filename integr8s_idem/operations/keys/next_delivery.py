@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Final
 
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, OnKeyReused
+from integr8s_idem.engine.failure_policy import most_attempts
 from integr8s_idem.engine.results import observed_place
 from integr8s_idem.engine.work import SUSPECT_AFTER, is_crash_limit_reached
 from integr8s_idem.errors import OutcomeUnknownError
@@ -110,7 +111,14 @@ class NextDelivery:
         lapsed, lapsed_alone = record.lapsed + has_lapsed, record.lapsed_alone + (has_lapsed and record.alone)
         max_attempts = self.config.max_attempts
         isolates = self.isolates and max_attempts > 1
-        if has_lapsed and is_crash_limit_reached(attempt, lapsed, lapsed_alone, max_attempts, isolates=isolates):
+        if has_lapsed and is_crash_limit_reached(
+            attempt,
+            lapsed,
+            lapsed_alone,
+            max_attempts,
+            isolates=isolates,
+            most_attempts=most_attempts(self.rules or ()),
+        ):
             alone = f", {lapsed_alone} of them alone in their process" if isolates else ""
             runs = f"{lapsed} attempts have lapsed{alone}, and max_attempts is {max_attempts}"
             return f"{self._refused('CrashedTooOftenError', 'handler_failed')}: {runs}"

@@ -7,8 +7,10 @@ import random
 
 import pytest
 
-from integr8s_idem.engine.work import Executed, HandlerFailed, Work
+from integr8s_idem.engine.failure_policy import FailurePolicy
+from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed, Work
 from integr8s_idem.errors import CrashedTooOftenError, LeaseLostError, PreviouslyFailedError
+from integr8s_idem.failures import retry
 from integr8s_idem.keys import Key
 from integr8s_idem.records import IdempotencyStatus, InProgress, Previous, Reserved
 from integr8s_idem.telemetry import Signal
@@ -107,6 +109,55 @@ async def test_the_function_sees_number_fence_and_deadline_of_its_attempt() -> N
     assert (attempt.number, attempt.label) == (2, "order:1")
     assert attempt.deadline == began + LEASE
     assert attempt.fence == (await here.record()).fence
+
+
+async def attempted(here: Guarded, error: Exception | None = None) -> object:
+    """Make an attempt in a process of its own, with a rule that allows 8 attempts."""
+
+    async def charge(attempt: Attempt) -> str:
+        if error is not None:
+            raise error
+        return "receipt-1"
+
+    work = Work(Key.of("order:1"), failures=FailurePolicy([retry(ConnectionError, attempts=8)]))
+    return await here.manager.execute(work, charge)
+
+
+@virtual_time
+async def test_attempts_that_a_rule_allows_do_not_count_toward_the_crash_limit() -> None:
+    here = guarded(max_attempts=3)
+    for _ in range(5):
+        await attempted(here, ConnectionError("the bank is down"))
+    await crash(here)
+
+    assert await attempted(here) == Executed("receipt-1", 7)
+
+
+@virtual_time
+async def test_crashes_between_attempts_that_a_rule_allows_count_until_the_limit() -> None:
+    here = guarded(max_attempts=3)
+    for _ in range(2):
+        await attempted(here, ConnectionError("the bank is down"))
+    for _ in range(3):
+        await crash(here)
+
+    failed = await attempted(here)
+
+    assert isinstance(failed, HandlerFailed)
+    assert "3 runs ended without an outcome" in str(failed.error)
+
+
+@virtual_time
+async def test_a_crash_in_the_last_attempt_that_a_rule_allows_is_final() -> None:
+    here = guarded(max_attempts=3)
+    for _ in range(7):
+        await attempted(here, ConnectionError("the bank is down"))
+    await crash(here)
+
+    failed = await attempted(here)
+
+    assert isinstance(failed, HandlerFailed)
+    assert isinstance(failed.error, CrashedTooOftenError)
 
 
 @pytest.mark.scenario(9)

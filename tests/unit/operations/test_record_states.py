@@ -222,7 +222,9 @@ RULES = (
         (replace(RELEASED, attempt=5), "OSError is final (attempts = 3), KeyError is discarded"),
         (replace(RELEASED, attempt=19), "ConnectionError or TimeoutError is final (attempts = 20)"),
         (None, "as attempt 1 of at most 3; by its rules, ConnectionError"),
-        (replace(LAPSED, attempt=3), "not be handled: CrashedTooOftenError"),
+        (replace(LAPSED, attempt=3), "taken over and handled, as attempt 4"),
+        (replace(LAPSED, attempt=20), "not be handled: CrashedTooOftenError"),
+        (replace(LAPSED, attempt=4, lapsed=2), "not be handled: CrashedTooOftenError"),
     ],
 )
 def test_predictions_follow_the_rules_of_the_handler(found: IdempotencyRecord | None, expected: str) -> None:
