@@ -89,6 +89,12 @@ def percentile(share: float, histogram: str, labels: str, legend: str) -> Query:
     return Query(f"histogram_quantile({share}, {counted})", f"{legend} p{share * 100:g}", has_exemplars)
 
 
+def gap_percentile(share: float) -> Query:
+    """A query for a percentile of the time until an observed duplicate, which is rare and has no exemplars."""
+    counted = f"sum by (le, service) (increase(idempotency_observed_gap_seconds_bucket{SELECTED}[1h]))"
+    return Query(f"histogram_quantile({share}, {counted})", f"{{{{service}}}} p{share * 100:g}")
+
+
 DEAD_LETTERS: Final = f"idempotency_dead_letters_total{SELECTED}"
 _NEW_DEAD_LETTERS: Final = f"(increase({DEAD_LETTERS}[1h]) > 0) or ({DEAD_LETTERS} > 0 unless {DEAD_LETTERS} offset 1h)"
 
@@ -430,4 +436,45 @@ STATE: Final = Row(
     ),
 )
 
-ROWS: Final = (HEALTH, FLOW, PROBLEMS, LATENCY, STATE)
+_OBSERVED_DUPLICATE: Final = SELECTED.replace("}", ', result=~"redelivered|republished|concurrent|unknown"}')
+
+OBSERVE: Final = Row(
+    "Observe mode",
+    (
+        Panel(
+            "Observed deliveries",
+            (Query(rate("observations", "{{service}} {{result}}"), "{{service}} {{result}}"),),
+            "Deliveries of services with mode = observe, by what was found out about them: docs/how-to/adopt.md. "
+            "failed or unrecorded: the store did not answer, so the report misses these. No line: all enforce.",
+            "ops",
+        ),
+        Panel(
+            "Observed duplicates",
+            (
+                Query(
+                    "60 * sum by (service, result, payload) "
+                    f"(rate(idempotency_observations_total{_OBSERVED_DUPLICATE}[$__rate_interval]))",
+                    "{{service}} {{result}} {{payload}}",
+                ),
+            ),
+            "Duplicates that a guard would block, by kind: the same message again (redelivered), another message with "
+            "the same key (republished), or while the first was running (concurrent). other: with another payload, "
+            "which a guard would dead-letter; find out why before you enforce: docs/how-to/adopt.md.",
+            "cpm",
+            bars=True,
+        ),
+        Panel(
+            "Time until an observed duplicate",
+            (
+                *(gap_percentile(share) for share in (0.5, 0.99, 0.999)),
+                Query(f"min by (service) (idempotency_observe_ttl_seconds{SELECTED})", "{{service}} ttl"),
+            ),
+            "How long after the first handler the duplicates of the last hour came, and how long records are kept. A "
+            "percentile near the ttl: later duplicates look new; observe with a longer one. For a month, use "
+            "integr8s-idem observe, or the queries in docs/how-to/adopt.md.",
+            "s",
+        ),
+    ),
+)
+
+ROWS: Final = (HEALTH, FLOW, PROBLEMS, LATENCY, STATE, OBSERVE)

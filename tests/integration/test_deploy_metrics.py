@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaProducer
 from prometheus_client.parser import text_string_to_metric_families
 
 from integr8s_idem.events import encode_event, event_headers
-from services.events import ExecutionRequested
+from services.events import ExecutionRequested, PodCreated
 from tests.packaging.repository import ROOT
 from tests.support.browser import Browser
 from tests.support.conditions import wait_until
@@ -55,8 +55,10 @@ sweep_interval_seconds = 0.5
 [telemetry]
 metrics_port = 0
 keys_active_interval_seconds = 0.2
+[services.audit]
+mode = "observe"
 """
-"""One database for records and results, so that there is an outbox."""
+"""One database for records and results, so that there is an outbox; one service observes."""
 
 
 @dataclass
@@ -89,11 +91,11 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """Run all four services in one process."""
+    """Run all four services, and one that observes, in one process."""
     folder = tmp_path_factory.mktemp("platform")
     settings = folder / "settings.toml"
     settings.write_text(SETTINGS.format(folder=folder), encoding="utf-8")
-    arguments = ["providers:platform", "--embedded", "--json", "--settings", str(settings)]
+    arguments = ["tests.support.audited_platform:platform", "--embedded", "--json", "--settings", str(settings)]
     with ServiceProcess(*arguments, log=folder / "log", folder=ROOT) as process:
         brokers = re.search(r"\(emulator\) on ([\w.:]+)", process.wait_for_line("(emulator) on "))
         address = re.search(r"health on http://([\w.:]+)", process.wait_for_line("metrics and health on "))
@@ -117,7 +119,7 @@ def idle_prometheus(worker: Worker) -> Iterator[Prometheus | None]:
 
 @pytest.fixture(scope="module")
 def busy_worker(worker: Worker, idle_prometheus: Prometheus | None) -> Worker:
-    """Return the worker after a few executions, each requested twice, and an undecodable message."""
+    """Return the worker after executions that were requested twice, an undecodable message and observed duplicates."""
     asyncio.run(_publish(worker.brokers))
     wait_until(lambda: all(_done(worker).values()), state=lambda: _done(worker))
     return worker
@@ -144,6 +146,10 @@ async def _publish(brokers: str) -> None:
             for _ in range(2):
                 await producer.send_and_wait(event.event_type, encode_event(event), headers=event_headers(event))
         await producer.send_and_wait("execution_requested", b"no event")
+        announced = PodCreated(execution_id="e9", pod_name="exec-9")
+        other = announced.model_copy(update={"pod_name": "exec-10"})
+        for one in (announced, announced, other):
+            await producer.send_and_wait("pod_created", encode_event(one), headers=event_headers(one))
     finally:
         await producer.stop()
 
@@ -153,6 +159,7 @@ def _done(worker: Worker) -> dict[str, bool]:
     return {
         "results": counted("idempotency_events_handled_total", service="result-processor") >= 3,
         "duplicates": counted("idempotency_duplicates_blocked_total", service="coordinator") >= 3,
+        "observed": counted("idempotency_observations_total", service="audit", payload="other") >= 1,
         "dead letters": counted("idempotency_dead_letters_total") == 2,
         "counted in the store": {"idempotency_keys_active", "idempotency_outbox_waiting"} <= worker.families().keys(),
     }
