@@ -29,6 +29,7 @@ try:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
     from sqlalchemy.orm import Session, scoped_session
 
+    from integr8s_idem.integrations.outbox_transactions import BlockTransaction
     from integr8s_idem.stores.sql.errors import translate_in_transaction
     from integr8s_idem.stores.sql.outbox_rows import put_with_hint
 except ModuleNotFoundError as error:
@@ -43,14 +44,6 @@ AsyncHeld: TypeAlias = "AsyncSession | AsyncConnection | async_scoped_session[An
 SyncHeld: TypeAlias = "Session | Connection | scoped_session[Any]"
 
 _ENDED: Final = "this block of the outbox has ended, so the event would be lost: publish within the block"
-_OTHER_SAVEPOINT: Final = (
-    "this block of the outbox began outside the current savepoint, so its events would be published even if the "
-    "savepoint is rolled back: begin a block within the savepoint"
-)
-_OTHER_TRANSACTION: Final = (
-    "the transaction in which events were published was committed or rolled back within the block of the outbox, so "
-    "they would not share its outcome, and none is written: end the block before the transaction"
-)
 
 
 class Outbox:
@@ -100,71 +93,26 @@ class Outbox:
         )
 
     def _events(self, held: AsyncSession | AsyncConnection | Session | Connection) -> OutgoingEvents:
-        return OutgoingEvents(self._messages, self._service, self._limit, _Transactions(held))
-
-
-class _Transactions:
-    """The transaction of a session or connection, and the savepoint in it.
-
-    A block writes at its end, so events share the outcome of the transaction in which they were published only if it
-    is still the current one.
-    """
-
-    def __init__(self, held: AsyncSession | AsyncConnection | Session | Connection) -> None:
-        self._held = held
-        self._savepoint: object = None
-        self._published_in: object = None
-
-    def _current(self) -> Session | Connection | None:
-        if isinstance(self._held, AsyncSession):
-            return self._held.sync_session
-        if isinstance(self._held, AsyncConnection):
-            return self._held.sync_connection
-        return self._held
-
-    def begin(self) -> None:
-        """Note the savepoint in which the block begins."""
-        current = self._current()
-        self._savepoint = current and current.get_nested_transaction()
-
-    def note_event(self) -> None:
-        """Note the transaction in which the first event is published, and check that the others share it.
-
-        Raises:
-            ApplicationError: Another savepoint or transaction has begun within the block.
-        """
-        current = self._current()
-        if isinstance(current, Session) and current.get_transaction() is None:
-            # As the next statement would, so that a commit before the end of the block is noticed.  Without a database.
-            current.begin()
-        if self._published_in is None:
-            self._published_in = current and current.get_transaction()
-        self.check()
-
-    def check(self) -> None:
-        """Check that the transaction and the savepoint are still the current ones.
-
-        Raises:
-            ApplicationError: They are not.
-        """
-        current = self._current()
-        if self._published_in is not None and (current is None or current.get_transaction() is not self._published_in):
-            raise ApplicationError(_OTHER_TRANSACTION)
-        if current is not None and current.get_nested_transaction() is not self._savepoint:
-            raise ApplicationError(_OTHER_SAVEPOINT)
+        return OutgoingEvents(self._messages, self._service, self._limit, held)
 
 
 class OutgoingEvents:
     """The events of one block, in the order of the calls."""
 
-    def __init__(self, publisher: EventPublisher, service: str, limit: int, transactions: _Transactions) -> None:
+    def __init__(
+        self,
+        publisher: EventPublisher,
+        service: str,
+        limit: int,
+        held: AsyncSession | AsyncConnection | Session | Connection,
+    ) -> None:
         self._publisher = publisher
         self._service = service
         self._limit = limit
-        self.transactions = transactions
+        self.transaction = BlockTransaction(held, self.write)
         """The transaction in which the events are published."""
-        self.messages: list[Message] = []
-        """The encoded events."""
+        self._messages: list[Message] = []
+        """The encoded events that are not written yet."""
         self.has_ended = False
         """Whether the block has ended, so that further events are refused."""
 
@@ -198,9 +146,27 @@ class OutgoingEvents:
         event_id = self._id_of(event, id_from)
         message = self._publisher.message(event.model_copy(update={"event_id": event_id, "metadata": metadata}))
         self._refuse_too_large(message)
-        self.transactions.note_event()
-        self.messages.append(message)
+        self.transaction.note_event()
+        self._messages.append(message)
         return event_id
+
+    def end(self, error: BaseException | None) -> bool:
+        """End the block, and return whether events remain to be written.
+
+        Raises:
+            ApplicationError: They cannot share the outcome of their transaction.
+        """
+        self.has_ended = True
+        self.transaction.end()
+        if error is not None or not self._messages:
+            return False
+        self.transaction.check()
+        return True
+
+    def write(self, connection: Connection) -> None:
+        """Write the events that are not written yet, with the errors of a block."""
+        _write(connection, self._messages)
+        self._messages.clear()
 
     def _refuse_too_large(self, message: Message) -> None:
         # The broker would refuse it each time, and the later events of its Kafka key would wait for ever.
@@ -228,27 +194,21 @@ class OutgoingEvents:
 class _Block:
     def __init__(self, events: OutgoingEvents) -> None:
         self._events = events
-        self._transactions = events.transactions
         self._is_used = False
 
     def _begin(self) -> OutgoingEvents:
         if self._is_used:
             raise ApplicationError("a block of the outbox is used once: call outbox(session) for each block")
         self._is_used = True
-        self._transactions.begin()
+        self._events.transaction.begin()
         return self._events
-
-    def _end(self, error: BaseException | None) -> list[Message]:
-        """Refuse further events, and return those to write."""
-        self._events.has_ended = True
-        if error is not None or not self._events.messages:
-            return []
-        self._transactions.check()
-        return self._events.messages
 
 
 class AsyncOutboxBlock(_Block):
-    """`async with outbox(session) as out`: writes the events of the block at its end, unless it raises an error."""
+    """`async with outbox(session) as out`: writes the events of the block at its end, unless it raises an error.
+
+    If the transaction commits before that, they are written immediately before the commit.
+    """
 
     def __init__(self, held: AsyncSession | AsyncConnection, events: OutgoingEvents) -> None:
         super().__init__(events)
@@ -269,14 +229,14 @@ class AsyncOutboxBlock(_Block):
 
         Raises:
             ApplicationError: The connection commits each statement on its own, or the transaction in which the events
-                were published has ended within the block.
+                were published was rolled back within the block.
             StoreError: The tables of the outbox are missing or of another version, or the database does not answer.
             TransactionAbortedError: The database aborted the transaction.
         """
-        if messages := self._end(error):
+        if self._events.end(error):
             held = self._held
             connection = held if isinstance(held, AsyncConnection) else await held.connection()
-            await connection.run_sync(_write, messages)
+            await connection.run_sync(self._events.write)
 
 
 class OutboxBlock(_Block):
@@ -298,9 +258,9 @@ class OutboxBlock(_Block):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Write the events, with the errors of `AsyncOutboxBlock`."""
-        if messages := self._end(error):
+        if self._events.end(error):
             held = self._held
-            _write(held if isinstance(held, Connection) else held.connection(), messages)
+            self._events.write(held if isinstance(held, Connection) else held.connection())
 
 
 def _write(connection: Connection, messages: list[Message]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from sqlalchemy import Connection, QueuePool, create_engine, event, make_url, select, text
+from sqlalchemy import Connection, Engine, QueuePool, create_engine, event, make_url, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -49,6 +50,13 @@ async def waiting(engine: AsyncEngine) -> list[str]:
     """Return the ids of the events in the outbox."""
     async with engine.connect() as connection:
         return list(await connection.scalars(select(outbox_table.c.event_id).order_by(outbox_table.c.id)))
+
+
+async def numbers_waiting(engine: AsyncEngine) -> list[int]:
+    """Return the numbers of the orders whose events are in the outbox."""
+    async with engine.connect() as connection:
+        values = await connection.scalars(select(outbox_table.c.value).order_by(outbox_table.c.id))
+        return [OrderPlaced.model_validate_json(bytes(value)).number for value in values]
 
 
 # One transaction of an application: insert an order, publish events, fail or not; then commit or roll back.
@@ -103,6 +111,16 @@ def in_sync(held: Session | Connection, events: Sequence[BaseEvent], error: Exce
         held.rollback()
 
 
+@contextmanager
+def sync_engine(engine: AsyncEngine) -> Iterator[Engine]:
+    """Yield an engine for the same database with a synchronous driver; none is installed for PostgreSQL."""
+    sync = create_engine(make_url(engine.url).set(drivername=SYNC_DRIVERS[engine.dialect.name]))
+    try:
+        yield sync
+    finally:
+        sync.dispose()
+
+
 async def by_sync_session(
     engine: AsyncEngine, events: Sequence[BaseEvent], error: Exception | None, commits: bool
 ) -> None:
@@ -110,10 +128,8 @@ async def by_sync_session(
         async with AsyncSession(engine) as session:
             await session.run_sync(in_sync, events, error, commits)
         return
-    sync_engine = create_engine(make_url(engine.url).set(drivername=SYNC_DRIVERS[engine.dialect.name]))
-    with Session(sync_engine) as session:
+    with sync_engine(engine) as sync, Session(sync) as session:
         in_sync(session, events, error, commits)
-    sync_engine.dispose()
 
 
 async def by_sync_connection(
@@ -123,10 +139,8 @@ async def by_sync_connection(
         async with engine.connect() as connection:
             await connection.run_sync(in_sync, events, error, commits)
         return
-    sync_engine = create_engine(make_url(engine.url).set(drivername=SYNC_DRIVERS[engine.dialect.name]))
-    with sync_engine.connect() as connection:
+    with sync_engine(engine) as sync, sync.connect() as connection:
         in_sync(connection, events, error, commits)
-    sync_engine.dispose()
 
 
 SYNC_DRIVERS = {"sqlite": "sqlite+pysqlite", "mysql": "mysql+pymysql"}
@@ -360,14 +374,117 @@ async def test_events_after_the_end_of_the_block_and_a_second_block_are_refused(
 async def by_inner_begin(held: AsyncSession | AsyncConnection) -> None:
     async with outbox(held) as out, held.begin():
         await held.execute(ORDER)
-        out.publish(OrderPlaced())
+        out.publish(OrderPlaced(number=1))
 
 
 async def by_commit(held: AsyncSession | AsyncConnection) -> None:
     async with outbox(held) as out:
         await held.execute(ORDER)
-        out.publish(OrderPlaced())
+        out.publish(OrderPlaced(number=1))
         await held.commit()
+
+
+async def by_early_event(held: AsyncSession | AsyncConnection) -> None:
+    """A bare connection has no transaction yet: its first statement begins one."""
+    async with outbox(held) as out:
+        out.publish(OrderPlaced(number=1))
+        await held.execute(ORDER)
+        await held.commit()
+
+
+async def by_commit_and_more_statements(held: AsyncSession | AsyncConnection) -> None:
+    async with outbox(held) as out:
+        await held.execute(ORDER)
+        out.publish(OrderPlaced(number=1))
+        await held.commit()
+        await held.execute(ORDER)
+        out.publish(OrderPlaced(number=2))
+    await held.rollback()
+
+
+async def by_an_error_after_the_commit(held: AsyncSession | AsyncConnection) -> None:
+    with suppress(OSError):
+        async with outbox(held) as out:
+            await held.execute(ORDER)
+            out.publish(OrderPlaced(number=1))
+            await held.commit()
+            out.publish(OrderPlaced(number=2))
+            raise OSError
+    await held.commit()
+
+
+async def by_savepoint(held: AsyncSession | AsyncConnection) -> None:
+    await held.execute(ORDER)
+    async with held.begin_nested() as savepoint, outbox(held) as out:
+        out.publish(OrderPlaced(number=1))
+        await savepoint.commit()
+    await held.commit()
+
+
+async def by_open_savepoint(held: AsyncSession | AsyncConnection) -> None:
+    async with outbox(held) as out:
+        await held.execute(ORDER)
+        out.publish(OrderPlaced(number=1))
+        await held.begin_nested()
+        await held.execute(ORDER)
+        await held.commit()
+
+
+COMMITS = [
+    by_inner_begin,
+    by_commit,
+    by_early_event,
+    by_commit_and_more_statements,
+    by_an_error_after_the_commit,
+    by_savepoint,
+    by_open_savepoint,
+]
+
+
+@pytest.mark.parametrize("held_type", [AsyncSession, AsyncEngine.connect])
+@pytest.mark.parametrize("way", COMMITS)
+async def test_events_are_written_before_their_transaction_commits_within_the_block(
+    engine: AsyncEngine, way: Callable[[Any], Awaitable[None]], held_type: Callable[[AsyncEngine], Any]
+) -> None:
+    """They share the outcome of the transaction in which they were published, and no other."""
+    async with held_type(engine) as held:
+        await way(held)
+
+    assert await numbers_waiting(engine) == [1]
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "mysql"], indirect=True)
+async def test_synchronous_code_may_commit_within_the_block(engine: AsyncEngine) -> None:
+    def commit_within(held: Session | Connection, number: int) -> None:
+        with outbox(held) as out:
+            out.publish(OrderPlaced(number=number))
+            held.execute(ORDER)
+            held.commit()
+            held.execute(ORDER)
+        held.rollback()
+
+    def run() -> None:
+        with sync_engine(engine) as sync, Session(sync) as session, sync.connect() as connection:
+            commit_within(session, 1)
+            commit_within(connection, 2)
+
+    await asyncio.to_thread(run)
+
+    assert await numbers_waiting(engine) == [1, 2]
+
+
+async def test_events_that_cannot_be_written_before_the_commit_prevent_it(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await connection.run_sync(outbox_table.drop)
+
+    for held_type in (AsyncSession, AsyncEngine.connect):
+        async with held_type(engine) as held:
+            with pytest.raises(StoreConfigurationError, match="store migrate"):
+                await by_early_event(held)
+            await held.rollback()
+
+    async with engine.connect() as connection:
+        assert list(await connection.scalars(text("SELECT number FROM orders"))) == []
 
 
 async def by_rollback(held: AsyncSession | AsyncConnection) -> None:
@@ -378,45 +495,74 @@ async def by_rollback(held: AsyncSession | AsyncConnection) -> None:
         await held.execute(ORDER)
 
 
-async def by_early_event(held: AsyncSession) -> None:
+async def by_early_event_and_rollback(held: AsyncSession | AsyncConnection) -> None:
     async with outbox(held) as out:
         out.publish(OrderPlaced())
+        await held.execute(ORDER)
+        await held.rollback()
+
+
+async def by_commit_after_a_rollback(held: AsyncSession | AsyncConnection) -> None:
+    async with outbox(held) as out:
+        await held.execute(ORDER)
+        out.publish(OrderPlaced())
+        await held.rollback()
         await held.execute(ORDER)
         await held.commit()
 
 
-async def by_two_transactions(held: AsyncSession | AsyncConnection) -> None:
-    async with outbox(held) as out:
-        for _ in range(2):
-            await held.execute(ORDER)
-            out.publish(OrderPlaced())
-            await held.commit()
+@pytest.mark.parametrize("held_type", [AsyncSession, AsyncEngine.connect])
+@pytest.mark.parametrize("mistake", [by_rollback, by_early_event_and_rollback, by_commit_after_a_rollback])
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+async def test_a_rollback_within_the_block_is_an_error_and_nothing_is_written(
+    engine: AsyncEngine, mistake: Callable[[Any], Awaitable[None]], held_type: Callable[[AsyncEngine], Any]
+) -> None:
+    """The events would be written in another transaction, which has another outcome."""
+    async with held_type(engine) as held:
+        with pytest.raises(ApplicationError, match="was rolled back within the block"):
+            await mistake(held)
+        await held.rollback()
+
+    assert await waiting(engine) == []
 
 
 @pytest.mark.parametrize("held_type", [AsyncSession, AsyncEngine.connect])
-@pytest.mark.parametrize("mistake", [by_inner_begin, by_commit, by_rollback, by_two_transactions])
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
-async def test_a_transaction_that_ends_within_the_block_is_an_error_and_nothing_is_written(
-    engine: AsyncEngine,
-    mistake: Callable[[Any], Awaitable[None]],
-    held_type: Callable[[AsyncEngine], Any],
+async def test_events_of_a_savepoint_that_was_rolled_back_prevent_a_commit_within_the_block(
+    engine: AsyncEngine, held_type: Callable[[AsyncEngine], Any]
 ) -> None:
-    """The events would be written in another transaction, which is rolled back or has another outcome."""
+    async def roll_back_the_savepoint_and_commit(held: AsyncSession | AsyncConnection) -> None:
+        savepoint = await held.begin_nested()
+        async with outbox(held) as out:
+            out.publish(OrderPlaced())
+            await savepoint.rollback()
+            await held.commit()
+
     async with held_type(engine) as held:
-        with pytest.raises(ApplicationError, match="end the block before the transaction"):
-            await mistake(held)
-        await held.commit()
+        await held.execute(ORDER)
+        with pytest.raises(ApplicationError, match="began outside the current savepoint"):
+            await roll_back_the_savepoint_and_commit(held)
+        await held.rollback()
 
     assert await waiting(engine) == []
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
-async def test_a_commit_is_noticed_even_if_the_event_was_published_before_the_first_statement(
-    engine: AsyncEngine,
-) -> None:
-    async with AsyncSession(engine) as session:
-        with pytest.raises(ApplicationError, match="end the block before the transaction"):
-            await by_early_event(session)
+async def test_a_connection_that_is_not_started_is_refused(engine: AsyncEngine) -> None:
+    async with outbox(engine.connect()) as out:
+        with pytest.raises(ApplicationError, match="has not been started"):
+            out.publish(OrderPlaced())
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+async def test_a_commit_after_the_block_writes_nothing_again(engine: AsyncEngine) -> None:
+    async with engine.connect() as connection:
+        for number in (1, 2):
+            async with outbox(connection) as out:
+                out.publish(OrderPlaced(number=number))
+            await connection.commit()
+
+    assert await numbers_waiting(engine) == [1, 2]
 
 
 @pytest.mark.parametrize("held_type", [AsyncSession, AsyncEngine.connect])
