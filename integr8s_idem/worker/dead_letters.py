@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -89,7 +89,12 @@ def replay_header(record: Record, header: str) -> bytes:
 
 def own_headers(record: Record) -> list[tuple[str, bytes]]:
     """Return the headers of the original message, without those that dead letters, replays and retries add."""
-    return [(name, value) for name, value in record.headers if not _is_added(name)]
+    return without_added(record.headers)
+
+
+def without_added(headers: Iterable[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
+    """Return the headers whose names are none of those that dead letters, replays and retries add."""
+    return [(name, value) for name, value in headers if not _is_added(name)]
 
 
 def _number(generation: bytes) -> int:

@@ -9,8 +9,6 @@ from typing import Final, NamedTuple
 
 _PURPOSE: Final = b"integr8s-idem replay 1"
 """The first signed field, so that signatures made for another purpose are not valid here."""
-
-
 _COPY_PURPOSE: Final = b"integr8s-idem retry 1"
 
 
@@ -56,16 +54,33 @@ def signature_of(claim: ReplayClaim, value: bytes | None, headers: Iterable[tupl
     return hmac.new(secret, _joined(fields), hashlib.sha256).hexdigest().encode()
 
 
-def copy_signature(topic: str, fields: Sequence[bytes], value: bytes | None, secret: bytes) -> bytes:
+def copy_signature(
+    topic: str,
+    fields: Sequence[bytes],
+    key: bytes | None,
+    value: bytes | None,
+    headers: Iterable[tuple[str, bytes]],
+    secret: bytes,
+) -> bytes:
     """Return the signature of a copy in a retry topic.
 
     Args:
         topic: The retry topic.
-        fields: The values of its headers, in their order.  One of them is the hash of the event's id.
+        fields: The values of the headers that were added to the message, in their order.  One of them is the hash of
+            the event's id.
+        key: The Kafka key of the message.
         value: The body of the message; `None` equals an empty one.
+        headers: The message's own headers, in their order: codecs read them, so they decide what the handler gets.
         secret: The key of the HMAC.
     """
-    signed = (_COPY_PURPOSE, topic.encode(), *fields, hashlib.sha256(value or b"").digest())
+    signed = (
+        _COPY_PURPOSE,
+        topic.encode(),
+        *fields,
+        b"" if key is None else b"key:" + key,
+        hashlib.sha256(value or b"").digest(),
+        hashlib.sha256(_joined(_flattened(headers))).digest(),
+    )
     return hmac.new(secret, _joined(signed), hashlib.sha256).hexdigest().encode()
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from integr8s_idem.keys import LAST_GENERATION
-from integr8s_idem.worker.dead_letters import RETRY_PREFIX, own_headers
+from integr8s_idem.worker.dead_letters import RETRY_PREFIX, own_headers, without_added
 from integr8s_idem.worker.kafka_protocols import Record
 from integr8s_idem.worker.replay_signatures import copy_signature, event_hash
 
@@ -54,9 +55,13 @@ class RetryCopy:
         origin, fields = self.origin, self._fields()
         headers = [*origin.headers, *((RETRY_PREFIX + name, value) for name, value in fields.items())]
         if secrets:
-            signature = copy_signature(topic, tuple(fields.values()), origin.value, secrets[0])
-            headers.append((_SIGNATURE, signature))
+            headers.append((_SIGNATURE, self.signature(topic, origin.headers, secrets[0])))
         return headers
+
+    def signature(self, topic: str, headers: Iterable[tuple[str, bytes]], secret: bytes) -> bytes:
+        """Return the signature of this copy in a retry topic.  `headers`: those of the original message."""
+        origin, fields = self.origin, tuple(self._fields().values())
+        return copy_signature(topic, fields, origin.key, origin.value, headers, secret)
 
     def _fields(self) -> dict[str, bytes]:
         origin = self.origin
@@ -106,17 +111,23 @@ def copy_of(record: Record, secrets: Iterable[bytes]) -> RetryCopy:
     found = {
         name.removeprefix(RETRY_PREFIX): value or b"" for name, value in record.headers if name.startswith(RETRY_PREFIX)
     }
-    signature = found.pop("signature", b"")
-    copy = _parsed(record, found)
-    known, fields = tuple(secrets), tuple(copy._fields().values())  # of this module
-    if known and not any(
-        hmac.compare_digest(copy_signature(record.topic, fields, record.value, secret), signature) for secret in known
-    ):
+    signature, own = found.pop("signature", b""), _headers_of_the_original(record)
+    copy, known = _parsed(record, found, own), tuple(secrets)
+    if known and not any(hmac.compare_digest(copy.signature(record.topic, own, secret), signature) for secret in known):
         raise UnverifiedCopyError("its signature is missing or invalid" if signature else "it is not signed")
     return copy
 
 
-def _parsed(record: Record, found: Mapping[str, bytes]) -> RetryCopy:
+def _headers_of_the_original(record: Record) -> list[tuple[str, bytes]]:
+    """Return the headers before those of the copy.
+
+    Tracers that instrument the producer append headers to each message.  These are not signed, so only tracers read
+    them.
+    """
+    return list(takewhile(lambda header: not header[0].startswith(RETRY_PREFIX), record.headers))
+
+
+def _parsed(record: Record, found: Mapping[str, bytes], own: Iterable[tuple[str, bytes]]) -> RetryCopy:
     try:
         text = {name: value.decode() for name, value in found.items()}
         numbers = {name: int(text[name]) for name in _NUMBERS}
@@ -131,7 +142,7 @@ def _parsed(record: Record, found: Mapping[str, bytes]) -> RetryCopy:
             numbers["timestamp"],
             record.key,
             record.value,
-            own_headers(record),
+            without_added(own),
         )
         return RetryCopy(
             text["group"],

@@ -15,6 +15,7 @@ from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import EventDecoder
 from integr8s_idem.worker.dead_letters import dead_letter_fields, own_headers, record_key_of, replay_of
 from integr8s_idem.worker.replay_policy import ReplayPolicy
+from integr8s_idem.worker.retry_copies import copy_of
 from tests.golden.files import previous_version, read, versions
 from tests.golden.messages import EVENTS, FAILED_AT, GROUP, HANDLER, RECORD, Placed, Shipped, messages, record_of
 from tests.support.fake_consumer import FakeRecord
@@ -81,6 +82,33 @@ def test_dead_letters_are_read_and_replayed(golden: dict[str, FakeRecord]) -> No
     assert replay_of(dead_letter, SIGNED) == _sent(golden["signed replay of a dead letter"])
     assert replay_of(golden["dead letter of a replay"]).headers[-3][1] == b"2"
     assert FAILED_AT in dict(dead_letter.headers)
+
+
+@pytest.mark.scenario(140)
+@pytest.mark.parametrize("name", ["copy", "signed copy", "signed copy of a copy"])
+def test_copies_in_retry_topics_are_verified_and_decoded(golden: dict[str, FakeRecord], name: str) -> None:
+    record, secrets = golden[name], () if name == "copy" else SIGNED.replay.keys
+
+    copy = copy_of(record, secrets)
+    event = EventDecoder([Placed, Shipped]).decode(record.value, copy.origin.headers)
+
+    assert event == EVENTS["event"]
+    copy.check(event.event_id)
+    assert (copy.group, copy.handler, copy.generation, copy.attempt, copy.aborted) == (GROUP, HANDLER, 2, 1, 1)
+    assert (copy.origin.topic, copy.origin.partition, copy.origin.offset) == ("golden.golden_placed", 3, 41)
+    assert [name for name, _ in copy.origin.headers] == [
+        "event_type",
+        "event_id",
+        "correlation_id",
+        "traceparent",
+        "own",
+    ]
+
+
+def test_a_copy_without_key_body_and_headers_is_verified(golden: dict[str, FakeRecord]) -> None:
+    copy = copy_of(golden["signed copy without key, body and headers"], SIGNED.replay.keys)
+
+    assert (copy.attempt, copy.origin.key, copy.origin.headers) == (12, None, [])
 
 
 def _sent(record: FakeRecord) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
-"""The messages that a version writes to Kafka: events, dead letters and replays."""
+"""The messages that a version writes to Kafka: events, dead letters, replays, and copies in retry topics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
@@ -13,6 +13,8 @@ from integr8s_idem.handlers.outgoing import Outgoing
 from integr8s_idem.worker.dead_letters import PREFIX as DLQ
 from integr8s_idem.worker.dead_letters import DeadLetter, DeadLetterMessage, replay_of
 from integr8s_idem.worker.publisher import EventPublisher
+from integr8s_idem.worker.replay_signatures import event_hash
+from integr8s_idem.worker.retry_copies import RetryCopy, copy_of, origin_of
 from tests.support.fake_consumer import FakeRecord
 from tests.support.replays import SIGNED
 
@@ -20,6 +22,7 @@ SERVICE: Final = "billing"
 GROUP: Final = "billing-höst"
 HANDLER: Final = "charge"
 TOPIC: Final = "golden.golden_placed"
+RETRY_TOPIC: Final = f"{TOPIC}.billing.retry.10m"
 
 FAILED_AT: Final = f"{DLQ}failed-at"
 """The header with the time of a failure, the only one that differs between two runs."""
@@ -61,6 +64,7 @@ def messages() -> dict[str, dict[str, Any]]:
     found |= dict(_published_by_a_handler(publisher))
     found |= dict(_dead_letters(found["event"]))
     found |= dict(_replays(found))
+    found |= dict(_copies(found["event"]))
     return {name: _described(message) for name, message in found.items()}
 
 
@@ -99,6 +103,24 @@ def _replays(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in ("dead letter", "dead letter of a replay", "dead letter of an unreadable message"):
         yield f"replay of a {name}", replay_of(found[name])
         yield f"signed replay of a {name}", replay_of(found[name], SIGNED)
+
+
+def _copies(event: Any) -> Iterator[tuple[str, Any]]:
+    tracing = [("traceparent", b"00-" + b"ab" * 16 + b"-" + b"cd" * 8 + b"-01"), ("own", b"")]
+    source = FakeRecord(TOPIC, 3, 41, event.key, event.value, [*event.headers, *tracing])
+    signed = _copy(source, attempt=1, secrets=SIGNED.replay.keys)
+    yield "copy", _copy(source, attempt=1)
+    yield "signed copy", signed
+    # Copied once more, to the same topic, since it was not due.
+    again = copy_of(signed, SIGNED.replay.keys).headers(RETRY_TOPIC, SIGNED.replay.keys)
+    yield "signed copy of a copy", FakeRecord(RETRY_TOPIC, 0, 0, signed.key, signed.value, again)
+    unread = FakeRecord(TOPIC, 3, 42, None, None, [])
+    yield "signed copy without key, body and headers", _copy(unread, attempt=12, secrets=SIGNED.replay.keys)
+
+
+def _copy(source: FakeRecord, *, attempt: int, secrets: Sequence[bytes] = ()) -> FakeRecord:
+    copy = RetryCopy(GROUP, HANDLER, event_hash("e-1"), 2, attempt, 1, origin_of(source))
+    return FakeRecord(RETRY_TOPIC, 0, 0, source.key, source.value, copy.headers(RETRY_TOPIC, secrets))
 
 
 def _described(message: Any) -> dict[str, Any]:

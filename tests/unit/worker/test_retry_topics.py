@@ -350,7 +350,7 @@ async def test_a_copy_that_was_changed_is_dead_lettered_and_not_handled(change: 
         if change != "unsigned" or not name.endswith("signature")
     ]
     value = b" " + (copy.value or b"") if change == "value" else copy.value
-    broker.put(retry_topic("1m").topic, value, headers=forged)
+    broker.put(retry_topic("1m").topic, value, key=copy.key, headers=forged)
 
     async with running(overtaking(depot, guarded()), broker, replay=replay, retry_topics=TIERS) as worker:
         await worker.until(lambda: are_settled_of_retries(broker))
