@@ -37,6 +37,7 @@ from integr8s_idem.stores.factory import open_engine
 from integr8s_idem.stores.redis.client import redis_client
 from integr8s_idem.stores.sql import migrate
 from integr8s_idem.worker.client_options import connection_options
+from providers.settings import K8S_WORKER, RETRY_TOPICS
 from services import events
 from services.database import Database
 
@@ -47,6 +48,7 @@ EVENT_TYPES: Final = tuple(
 )
 """The topics of all events of the platform."""
 
+_COMMANDS: Final = ("create_pod_command", "delete_pod_command")
 _NAMES: Final = {"redis": "Redis", "sqlite": "SQLite", "postgresql": "PostgreSQL"}
 _PARTITIONS: Final = 4
 _ADMIN_SECONDS: Final = 10.0
@@ -97,7 +99,7 @@ async def scenery(settings_file: Path | None, kind: str, *, keep: bool) -> Async
             kafka, redis = servers_named_in(settings_file)
             kafka, store = of_the_run(run, kafka, redis)
             names = (f"Kafka at {kafka.bootstrap_servers}", f"Redis at {without_secret(redis.url)}")
-            await stack.enter_async_context(_topics(kafka))
+            await stack.enter_async_context(_topics(kafka, run))
             await stack.enter_async_context(_keys(redis, run))
         file = folder / "settings.toml"
         write_settings(file, run, kafka, store, database_url)
@@ -155,9 +157,9 @@ async def _make_tables(database_url: str, store: StoreSettings) -> None:
 
 
 @asynccontextmanager
-async def _topics(kafka: KafkaSettings) -> AsyncIterator[None]:
+async def _topics(kafka: KafkaSettings, run: str) -> AsyncIterator[None]:
     """Create topics with several partitions, unless the broker only creates topics on first use."""
-    refused = await _make_topics(kafka)
+    refused = await _make_topics(kafka, run)
     try:
         if refused:
             raise DemoError(f"Kafka at {kafka.bootstrap_servers} refused topics: {'; '.join(refused)}")
@@ -166,10 +168,11 @@ async def _topics(kafka: KafkaSettings) -> AsyncIterator[None]:
         await _forget_topics(kafka)
 
 
-async def _make_topics(kafka: KafkaSettings) -> list[str]:
+async def _make_topics(kafka: KafkaSettings, run: str) -> list[str]:
     """Create topics and return the refused ones with the reasons."""
+    retries = [f"{command}.{run}.{K8S_WORKER}.retry.{delay}" for command in _COMMANDS for delay in RETRY_TOPICS]
     # Uses the broker's default replication factor.
-    wanted = [NewTopic(kafka.topic_prefix + event_type, _PARTITIONS, -1, {}) for event_type in EVENT_TYPES]
+    wanted = [NewTopic(kafka.topic_prefix + name, _PARTITIONS, -1, {}) for name in (*EVENT_TYPES, *retries)]
     async with _admin(kafka) as admin:
         try:
             answer: Any = await admin.create_topics(wanted)
