@@ -514,8 +514,7 @@ class Run(ActiveRun):
         if isinstance(error, TransactionAbortedError):
             work.aborted_runs += 1
             return False  # the database rolled the run back; it did not fail
-        work.failed_runs += 1
-        attempt = max(attempt - work.aborted_runs, work.failed_runs)
+        attempt = work.failed_runs = max(attempt - work.aborted_runs, work.failed_runs + 1)
         if rule is not None:
             return rule.is_last(attempt, config.max_attempts)
         return (

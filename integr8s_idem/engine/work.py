@@ -139,7 +139,7 @@ class Work:
     failures: FailurePolicy | None = None
     """Decides what happens after a failed run; if `None`, only `on_failure` and `gives_up` do."""
     failed_runs: int = 0
-    """Number of runs that have failed here: the record may expire during a long pause."""
+    """Number of runs that have failed, as far as this process knows: their record may expire or be lost."""
     copied_attempt: int = 0
     """Number of the attempt after which the event was copied to a retry topic; 0 if it was not.
 
