@@ -19,6 +19,7 @@ MODULES: Final = (
     "tests.crashes.subscribing_points",
     "tests.crashes.serving_points",
     "tests.crashes.random_kills",
+    "tests.crashes.retry_kills",
     "tests.fuzz.campaign",
     "tests.fuzz.native",
     "tests.security_fuzz.campaign",

@@ -47,9 +47,18 @@ class Servers:
         return {"kind": "redis", "url": self.redis.url, "timeout_seconds": 0.5}
 
     @asynccontextmanager
-    async def topic_set(self, prefix: str, partitions: int = PARTITIONS) -> AsyncIterator[Topics]:
-        """Create the topics of a trial, and delete them at the end of the block."""
+    async def topic_set(
+        self, prefix: str, partitions: int = PARTITIONS, *, retry: Iterable[str] = ()
+    ) -> AsyncIterator[Topics]:
+        """Create the topics of a trial, and delete them at the end of the block.
+
+        Args:
+            prefix: Prefix of all topics.
+            partitions: Number of partitions of the jobs, and of each retry topic.
+            retry: Retry topics, without the prefix.
+        """
         names = {f"{prefix}job": partitions, f"{prefix}job_done": 1, f"{prefix}job.dlq": 1}
+        names |= {f"{prefix}{name}": partitions for name in retry}
         await self.broker.create_topics(names)
         try:
             yield Topics(self, prefix)

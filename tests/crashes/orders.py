@@ -35,7 +35,7 @@ class Order:
     step: str = ""
     """Step and moment at which the worker dies, such as `charge:after_reserve`; empty for none."""
     bug: str = ""
-    """Bug from `tests.crashes.transactional_bugs` to inject; empty for none."""
+    """Bug to inject, from `transactional_bugs` or `retry_bugs`; empty for none."""
     point: str = ""
     """Crash point at which the worker dies; empty for none."""
     occurrence: int = 1

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.testing.crash_points import CrashPoint
@@ -76,19 +76,28 @@ def run(first: int, count: int) -> Figures:
     return asyncio.run(run_trials(range(first, first + count), Trial, CONCURRENT_TRIALS))
 
 
+class Runnable(Protocol):
+    """A trial."""
+
+    async def run(self) -> Figures: ...
+
+
 async def run_trials(
     numbers: Iterable[int],
-    trial: Callable[[Servers, ForkServer, int], Trial],
+    trial: Callable[[Servers, ForkServer, int], Runnable],
     side_by_side: int,
     *,
     kinds: Iterable[str] = (),
+    module: str = "tests.crashes.worker",
 ) -> Figures:
     """Run the trials on new servers, including those for stores of `kinds`, and return the sum of their figures.
+
+    `module` defines the workers.
 
     Raises:
         ViolationError: A promise was broken; the message names the trial.
     """
-    async with open_servers(kinds=kinds) as servers, ForkServer() as fork_server:
+    async with open_servers(kinds=kinds) as servers, ForkServer(module) as fork_server:
         return await run_on(servers, fork_server, numbers, trial, side_by_side)
 
 
@@ -96,7 +105,7 @@ async def run_on(
     servers: Servers,
     fork_server: ForkServer,
     numbers: Iterable[int],
-    trial: Callable[[Servers, ForkServer, int], Trial],
+    trial: Callable[[Servers, ForkServer, int], Runnable],
     side_by_side: int,
 ) -> Figures:
     """Run the trials on existing servers."""
