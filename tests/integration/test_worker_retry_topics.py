@@ -3,78 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
-from datetime import timedelta
 
 import pytest
 
-from integr8s_idem import EventRouter
-from integr8s_idem.config import ServiceSettings
-from integr8s_idem.errors import RetryAfter
 from integr8s_idem.worker.broker_facts import list_topics
 from tests.kafka_faults import servers
 from tests.kafka_faults.tools import need_kafka
 from tests.support.conditions import eventually
 from tests.support.kafka.broker import Kafka
-from tests.support.workers import QUICK, OrderPlaced, Shop, WorkerInTest, open_shop, orders
+from tests.support.retries import TIERS, Flaky, create_retry_topics, is_idle, retry_topic, settings
+from tests.support.workers import Shop, open_shop, orders
 
 pytestmark = pytest.mark.kafka
-
-TIERS = ("2s", "1m")
-
-
-def settings(*tiers: str, **changes: object) -> ServiceSettings:
-    return ServiceSettings.model_validate({**QUICK.model_dump(), "retry_topics": tiers, **changes})
 
 
 @pytest.fixture
 async def shop(kafka: Kafka, topic_prefix: str, redis_url: str) -> AsyncIterator[Shop]:
     async with open_shop(kafka, topic_prefix, redis_url, partitions=2) as shop:
         yield shop
-
-
-def group_of(shop: Shop) -> str:
-    return shop.settings.topic_prefix + shop.group
-
-
-def retry_topic(shop: Shop, tier: str) -> str:
-    return f"{shop.topic}.{group_of(shop)}.retry.{tier}"
-
-
-async def create_retry_topics(shop: Shop, *tiers: str) -> None:
-    await shop.kafka.create_topics({retry_topic(shop, tier): 2 for tier in tiers})
-
-
-class Flaky:
-    """A handler whose first attempts at some orders ask for a later retry."""
-
-    def __init__(self, shop: Shop, delay: float, *flaky: str) -> None:
-        self.attempts: list[tuple[str, float]] = []
-        self._shop = shop
-        self._delay = timedelta(seconds=delay)
-        self._flaky = set(flaky)
-
-    async def charge(self, event: OrderPlaced) -> None:
-        self.attempts.append((event.order_id, time.monotonic()))
-        if event.order_id in self._flaky:
-            self._flaky.remove(event.order_id)
-            raise RetryAfter(self._delay)
-        self._shop.charged.append(event.order_id)
-
-    def router(self) -> EventRouter:
-        router = EventRouter()
-        router.on(OrderPlaced, delayed_retries="overtake")(self.charge)
-        return router
-
-    def pause(self, order: str) -> float:
-        first, second = (at for each, at in self.attempts if each == order)
-        return second - first
-
-
-def is_idle(worker: WorkerInTest) -> bool:
-    report = worker.worker.report()
-    return report.in_flight == 0 and report.lag == 0
 
 
 async def test_later_orders_are_charged_while_one_waits_for_its_retry(shop: Shop) -> None:
