@@ -98,6 +98,7 @@ RECONCILED = {
 
 @pytest.mark.kafka
 @pytest.mark.slow
+@pytest.mark.scenario(151)
 @pytest.mark.parametrize("kind", ["plain", "talking"])
 async def test_after_a_crash_a_job_with_a_reconcile_function_has_one_effect(kind: Kind) -> None:
     need_kafka(own=True)

@@ -164,6 +164,7 @@ async def test_an_effect_before_a_failure_is_found_in_the_same_process(end: Call
     assert bank.charges == ["1"]
 
 
+@pytest.mark.scenario(151)
 async def test_an_effect_of_a_worker_that_stalls_is_found_by_the_one_that_takes_over() -> None:
     bank = Bank()
 
@@ -193,6 +194,7 @@ async def test_the_handler_runs_in_the_same_attempt_after_not_done() -> None:
     assert bank.charges == ["1"]
 
 
+@pytest.mark.scenario(152)
 async def test_an_unknown_outcome_is_asked_for_again_after_its_delay() -> None:
     bank = Bank(raises(ConnectionError()))
     bank.answers = [Unknown(retry_after=timedelta(minutes=5), reason="pending")]
@@ -207,6 +209,7 @@ async def test_an_unknown_outcome_is_asked_for_again_after_its_delay() -> None:
     assert bank.charges == ["1"]
 
 
+@pytest.mark.scenario(152)
 async def test_an_outcome_that_remains_unknown_is_dead_lettered_with_its_own_reason() -> None:
     bank = Bank(raises(ConnectionError()))
     bank.answers = [Unknown(60, "pending")] * 9
@@ -249,6 +252,7 @@ async def test_an_unknown_outcome_is_no_failure_that_blocks(block: bool) -> None
         assert questions(harness) == [(2, "Unknown"), (3, "NotDone")]
 
 
+@pytest.mark.scenario(153)
 async def test_errors_of_a_reconcile_function_count_as_attempts() -> None:
     bank = Bank(raises(ConnectionError()))
     bank.answers = [raises(OSError("the bank is down"))] * 9
@@ -296,6 +300,7 @@ async def test_a_service_can_stop_when_the_outcome_is_unknown() -> None:
         assert harness.dead_letters == []
 
 
+@pytest.mark.scenario(153)
 async def test_a_reconcile_function_that_hangs_is_cancelled_by_the_timeout_of_the_handler() -> None:
     bank = Bank(raises(ConnectionError()))
     bank.answers = [hang]
@@ -326,6 +331,7 @@ async def test_a_crash_in_a_reconcile_function_counts_as_an_attempt() -> None:
     assert bank.charges == ["1"]
 
 
+@pytest.mark.scenario(153)
 async def test_a_worker_whose_reconcile_function_always_crashes_gives_the_event_up() -> None:
     bank = Bank()
 
@@ -438,6 +444,7 @@ async def test_a_question_is_in_the_spans_and_in_the_log(caplog: pytest.LogCaptu
     "point",
     [CrashPoint.AFTER_RESERVE, CrashPoint.BEFORE_PUBLISH, CrashPoint.BEFORE_COMPLETE, CrashPoint.AFTER_COMPLETE],
 )
+@pytest.mark.scenario(151)
 async def test_a_card_is_charged_once_at_any_crash(point: CrashPoint, ends: Sequence[Any]) -> None:
     bank = Bank()
     bank.answers = list(ends)
