@@ -14,7 +14,7 @@ from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import Decoded, DeliveryProcessor
 from integr8s_idem.worker.retries import Retries
 
-COMMITTED_AFTER: Final = 0.5
+COMMITTED_AFTER: Final = 1.0
 """Seconds; longer than the interval between commits."""
 
 
