@@ -346,3 +346,18 @@ async def test_runs_rolled_back_by_the_database_are_not_failures() -> None:
     outcomes = [await here.manager.execute(work, job.with_attempt) for _ in range(6)]
 
     assert [outcome.given_up for outcome in outcomes if isinstance(outcome, HandlerFailed)] == [False] * 5 + [True]
+
+
+@virtual_time
+async def test_the_attempts_of_others_still_count_here_if_their_record_is_lost() -> None:
+    other = guarded(max_attempts=9)
+    here, job = guarded(other.store, max_attempts=9), Job(errors=[OSError("no")] * 4)
+    for _ in range(2):
+        await other.manager.execute(work(), job.with_attempt)
+    mine = work()
+    await here.manager.execute(mine, job.with_attempt)
+
+    assert await here.manager.delete("order:1")
+    await here.manager.execute(mine, job.with_attempt)
+
+    assert [attempt.number for attempt in job.attempts] == [1, 2, 3, 4]
