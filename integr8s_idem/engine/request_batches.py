@@ -71,13 +71,14 @@ def _make_many(
     tokens = iter_tokens(len(works))
     ttl, retention = None, retention_of(None)
     for work in works:
+        key = space.full(work.key)  # may raise an error: before the work gets a token
         if not work.token:
             work.token = next(tokens)
         if work.ttl is not ttl:  # usually the same object in the whole batch
             ttl, retention = work.ttl, retention_of(work.ttl)
         made.append(
             ReserveRequest(
-                key=space.full(work.key),
+                key=key,
                 token=work.token,
                 lease=lease,
                 retention=retention,
