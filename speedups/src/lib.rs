@@ -14,7 +14,7 @@ mod slots;
 use pyo3::prelude::*;
 
 /// Number of the interface between this module and integr8s-idem, which uses only the one that it knows.
-const INTERFACE: u32 = 3;
+const INTERFACE: u32 = 4;
 
 #[pymodule]
 fn integr8s_idem_speedups(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -1,43 +1,61 @@
 //! Arguments of the scripts in Redis, and verdicts, as `integr8s_idem.stores.redis.codec` makes them.
 
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyInt, PyList, PyString, PyTuple, PyType};
+use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PyString, PyTuple, PyType};
 
 use crate::slots::Slots;
 
 const TOKEN_BYTES: usize = 16;
 const FINGERPRINT_BYTES: usize = 16;
+const TRACE_ID_BYTES: usize = 16;
+const TRACE_BYTES: usize = 24;
+const CHECK_BYTES: usize = 4;
+const SETTLED_BYTES: usize = 20;
+const SETTLED_FORMAT: u8 = 3;
+const COMPLETED: u8 = 2 << 5;
+const ALL_FLAGS: u8 = 31;
 const HAS_FINGERPRINT: u8 = 1;
+const HAS_TRACE: u8 = 2;
 const HAS_RESULT: u8 = 4;
 const IS_JSON: u8 = 8;
 const IS_DROPPED: u8 = 16;
 const JSON: &str = "application/json";
 const NULL: &[u8] = b"null";
 
-/// Encodes requests and completions, and makes the verdicts of keys that were absent.
+/// Encodes requests and completions, and makes the verdicts of keys that were absent, or whose work is done.
 #[pyclass(frozen)]
 pub struct RedisCodec {
     request: Slots,
     reserved: Slots,
     completion: Slots,
+    completed: Slots,
     result: Slots,
+    trace: Slots,
     no_previous: Py<PyAny>,
     encode_times: Py<PyAny>,
     encode_life: Py<PyAny>,
+    moment: Py<PyAny>,
 }
 
 #[pymethods]
 impl RedisCodec {
-    /// The classes, `Previous.NONE`, and the functions that encode lease and retention, and the life of a record.
+    /// The classes, `Previous.NONE`, and the functions that encode lease and retention, encode the life of a record,
+    /// and convert milliseconds to a time.
     #[new]
+    #[pyo3(signature = (*, request, reserved, completion, completed, result, trace, no_previous, encode_times, encode_life, moment))]
+    #[allow(clippy::too_many_arguments)]
     fn new(
         request: &Bound<'_, PyType>,
         reserved: &Bound<'_, PyType>,
         completion: &Bound<'_, PyType>,
+        completed: &Bound<'_, PyType>,
         result: &Bound<'_, PyType>,
+        trace: &Bound<'_, PyType>,
         no_previous: Py<PyAny>,
         encode_times: Py<PyAny>,
         encode_life: Py<PyAny>,
+        moment: Py<PyAny>,
     ) -> PyResult<Self> {
         Ok(Self {
             request: Slots::new(
@@ -49,10 +67,13 @@ impl RedisCodec {
                 &["key", "token", "attempt", "fence", "lease", "previous", "lapsed", "lapsed_alone", "trace"],
             )?,
             completion: Slots::new(completion, &["reservation", "ttl", "result", "result_dropped"])?,
+            completed: Slots::new(completed, &["key", "attempt", "completed_at", "result", "result_dropped", "trace"])?,
             result: Slots::new(result, &["body", "content_type"])?,
+            trace: Slots::new(trace, &["trace_id", "span_id"])?,
             no_previous,
             encode_times,
             encode_life,
+            moment,
         })
     }
 
@@ -73,8 +94,8 @@ impl RedisCodec {
         Ok(encoded)
     }
 
-    /// Return the verdict on each request, whose answers follow the time in `answer`; `None` for a key that was not
-    /// absent.
+    /// Return the verdict on each request, whose answers follow the time in `answer`; `None` for a key that was neither
+    /// absent nor completed, and for a record that Python must read.
     fn verdicts<'py>(
         &self,
         requests: &Bound<'py, PyList>,
@@ -86,15 +107,19 @@ impl RedisCodec {
         let (previous, no_trace) = (self.no_previous.bind(py), py.None().into_bound(py));
         let mut verdicts = Vec::with_capacity(answer.len().saturating_sub(1));
         for (index, one_answer) in answer.iter().skip(1).enumerate() {
+            if let Ok(record) = one_answer.cast_exact::<PyBytes>() {
+                verdicts.push(requests.get_item(index).ok().and_then(|request| self.completed(&request, record)));
+                continue;
+            }
             // Small integers exist once.
             let request = one_answer.is(&zero).then(|| requests.get_item(index)).transpose()?;
             let parts = request.and_then(|request| {
                 Some((self.request.get(&request, 0)?, self.request.get(&request, 1)?, self.request.get(&request, 2)?))
             });
             verdicts.push(match parts {
-                Some((key, token, lease)) => {
-                    Some(self.reserved.make(py, &[&key, &token, &one, &fence, &lease, previous, &zero, &zero, &no_trace])?)
-                }
+                Some((key, token, lease)) => Some(
+                    self.reserved.make(py, &[&key, &token, &one, &fence, &lease, previous, &zero, &zero, &no_trace])?,
+                ),
                 None => None,
             });
         }
@@ -120,6 +145,34 @@ impl RedisCodec {
 }
 
 impl RedisCodec {
+    /// Return the verdict on a request for completed work with this record; `None` if Python must make it.
+    fn completed<'py>(&self, request: &Bound<'py, PyAny>, record: &Bound<'py, PyBytes>) -> Option<Bound<'py, PyAny>> {
+        let py = request.py();
+        let record = Settled::read(record.as_bytes())?;
+        let (key, offered) = (self.request.get(request, 0)?, self.request.get(request, 4)?);
+        if let (Some(stored), false) = (record.fingerprint, offered.is_none()) {
+            if offered.cast_exact::<PyBytes>().ok()?.as_bytes() != stored {
+                return None;
+            }
+        }
+        let none = py.None().into_bound(py);
+        let trace = match record.trace {
+            Some(trace) => {
+                let (trace_id, span_id) = trace.split_at(TRACE_ID_BYTES);
+                self.trace.make(py, &[&PyBytes::new(py, trace_id), &PyBytes::new(py, span_id)]).ok()?
+            }
+            None => none.clone(),
+        };
+        let result = match record.result {
+            Some(body) => self.result.make(py, &[&PyBytes::new(py, body), intern!(py, JSON)]).ok()?,
+            None => none,
+        };
+        let attempt = record.attempt.into_pyobject(py).ok()?;
+        let completed_at = self.moment.bind(py).call1((record.time_ms,)).ok()?;
+        let dropped = PyBool::new(py, record.is_dropped);
+        self.completed.make(py, &[&key, &attempt, &completed_at, &result, &dropped, &trace]).ok()
+    }
+
     fn encode_request<'py>(&self, request: &Bound<'py, PyAny>, times: &mut Cached<'py>) -> Option<Vec<u8>> {
         let get = |slot| self.request.get(request, slot);
         let (trace, alone) = (get(6)?, get(7)?);
@@ -187,6 +240,71 @@ impl RedisCodec {
         }
         Some(())
     }
+}
+
+/// The parts of a settled record of format 3, which must be completed, with a result in JSON, if it has one.
+struct Settled<'a> {
+    attempt: u16,
+    time_ms: u64,
+    fingerprint: Option<&'a [u8]>,
+    trace: Option<&'a [u8]>,
+    result: Option<&'a [u8]>,
+    is_dropped: bool,
+}
+
+impl<'a> Settled<'a> {
+    /// Read a record; `None` if it is damaged, or another one.
+    fn read(raw: &'a [u8]) -> Option<Self> {
+        let (head, rest) = raw.split_at_checked(SETTLED_BYTES)?;
+        let (words, check) = head.split_at(SETTLED_BYTES - CHECK_BYTES);
+        let [SETTLED_FORMAT, status_and_flags, ..] = *words else {
+            return None;
+        };
+        let flags = status_and_flags & ALL_FLAGS;
+        if status_and_flags & !ALL_FLAGS != COMPLETED {
+            return None;
+        }
+        let mut at = 0;
+        let mut part = |flag, length| {
+            let from = at;
+            at += if flags & flag != 0 { length } else { 0 };
+            from..at
+        };
+        let (fingerprint, trace) = (part(HAS_FINGERPRINT, FINGERPRINT_BYTES), part(HAS_TRACE, TRACE_BYTES));
+        let (extras, result) = rest.split_at_checked(at)?;
+        let sum = words
+            .chunks_exact(CHECK_BYTES)
+            .try_fold(crc32fast::hash(extras), |sum, word| Some(sum ^ u32::from_be_bytes(word.try_into().ok()?)))?;
+        let attempt = number(&words[2..4]);
+        if sum.to_be_bytes() != check || attempt == 0 {
+            return None;
+        }
+        Some(Self {
+            attempt: u16::try_from(attempt).ok()?,
+            time_ms: number(&words[4..11]) / 1000 + number(&words[11..16]),
+            fingerprint: extras.get(fingerprint).filter(|bytes| !bytes.is_empty()),
+            trace: extras.get(trace).filter(|bytes| !bytes.is_empty()),
+            result: result_of(flags, result)?,
+            is_dropped: flags & IS_DROPPED != 0,
+        })
+    }
+}
+
+/// Return the result in the end of a record; `None` if it is damaged, or not JSON.
+fn result_of(flags: u8, end: &[u8]) -> Option<Option<&[u8]>> {
+    match (flags & HAS_RESULT != 0, flags & IS_JSON != 0) {
+        (true, true) => {
+            let (check, body) = end.split_at_checked(CHECK_BYTES)?;
+            (crc32fast::hash(body).to_be_bytes() == check).then_some(Some(body))
+        }
+        (true, false) => None,
+        (false, is_null) => end.is_empty().then_some(is_null.then_some(NULL)),
+    }
+}
+
+/// Return a number of at most eight bytes.
+fn number(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0, |sum, byte| sum << 8 | u64::from(*byte))
 }
 
 fn bytes_of<'a>(value: &'a Bound<'_, PyAny>, length: usize) -> Option<&'a [u8]> {

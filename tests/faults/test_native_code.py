@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from dataclasses import replace
 from datetime import timedelta
 from random import Random
 from typing import Any
@@ -18,11 +19,20 @@ from integr8s_idem import keys
 from integr8s_idem._util import speedups
 from integr8s_idem.engine.work import Work
 from integr8s_idem.errors import UndecodableEventError
-from integr8s_idem.records import Completion, Reserved, ReserveRequest, StoredResult
+from integr8s_idem.records import (
+    JSON,
+    Completed,
+    Completion,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    TraceLink,
+)
 from integr8s_idem.stores.redis import batch_codec, codec
 from tests.campaigns.figures import ViolationError
 from tests.fuzz import native
 from tests.fuzz.mutators import text
+from tests.support.stored import checked, flips, settled
 
 pytestmark = pytest.mark.skipif(
     speedups.native is None, reason=f"uses {speedups.LOADED.description}: run `make speedups` (needs cargo)"
@@ -90,6 +100,78 @@ def test_requests_have_the_same_bytes(requests: list[ReserveRequest]) -> None:
     native.must_agree("verdicts", lambda: batch_codec.verdicts_of(requests, [7, *[0] * len(requests)]), requests)
 
 
+def record_of(request: ReserveRequest, completion: Completion, now_ms: int) -> bytes:
+    """Return the record of completed work as the scripts write it."""
+    reserved, packed = completion.reservation, codec.encode_request(request)
+    header = bytes((codec.FORMAT, codec.PROCESSING, packed[0])) + reserved.attempt.to_bytes(2, "big")
+    held = checked(header + reserved.fence.to_bytes(7, "big") + bytes(6)) + packed[1:]
+    outcome = codec.encode_completion(completion)
+    return settled(codec.COMPLETED, held, outcome[0], outcome[1:], now_ms)
+
+
+def must_agree_on(request: ReserveRequest, record: bytes) -> None:
+    native.must_agree("verdicts", lambda: batch_codec.verdicts_of([request, request], [7, record, 0]), record)
+
+
+FINGERPRINTS = st.sampled_from([None, b"f" * 16, b"\xff" * 16, b"\xff" * 4 + b"g" * 12])
+TRACES = st.sampled_from([None, TraceLink(b"t" * 16, b"s" * 8)])
+RESULTS = st.none() | st.builds(
+    StoredResult, st.binary() | st.just(b"null"), st.sampled_from([JSON, JSON, "text/plain", "a\ud800"])
+)
+
+
+@given(
+    st.builds(
+        ReserveRequest,
+        key=st.text(),
+        token=st.just(b"k" * 16),
+        lease=st.just(SECOND),
+        retention=st.just(SECOND),
+        fingerprint=FINGERPRINTS,
+        trace=TRACES,
+    ),
+    FINGERPRINTS,
+    st.builds(
+        Completion,
+        reservation=st.builds(
+            Reserved,
+            key=st.text(),
+            token=st.just(b"k" * 16),
+            attempt=st.sampled_from([0, 1, 2, 65_535]),
+            fence=st.integers(0, 2**53),
+            lease=st.just(SECOND),
+        ),
+        ttl=st.just(SECOND),
+        result=RESULTS,
+        result_dropped=st.booleans(),
+    ),
+    st.integers(0, 2**40),
+)
+def test_records_of_completed_work_have_the_same_verdicts(
+    request: ReserveRequest, offered: bytes | None, completion: Completion, elapsed_ms: int
+) -> None:
+    record = record_of(request, completion, completion.reservation.fence // 1000 + elapsed_ms % 2**40)
+
+    must_agree_on(replace(request, fingerprint=offered), record)
+
+
+@pytest.mark.parametrize("result", [None, StoredResult(b"null"), StoredResult(b'{"a":1}'), StoredResult(b"x", "a/b")])
+def test_damaged_records_of_completed_work_have_the_same_verdicts(result: StoredResult | None) -> None:
+    reserved = Reserved(key="k", token=b"k" * 16, attempt=2, fence=10**15, lease=SECOND)
+    request = ReserveRequest(
+        key="k",
+        token=b"k" * 16,
+        lease=SECOND,
+        retention=SECOND,
+        fingerprint=b"f" * 16,
+        trace=TraceLink(b"t" * 16, b"s" * 8),
+    )
+    record = record_of(request, Completion(reservation=reserved, ttl=SECOND, result=result), 10**12)
+
+    for damaged in (*flips(record), *(record[:end] for end in range(len(record))), record + b"\0"):
+        must_agree_on(request, damaged)
+
+
 @given(st.none() | st.builds(StoredResult, st.binary(), st.sampled_from(["application/json", "text/plain"])))
 def test_completions_have_the_same_bytes(result: StoredResult | None) -> None:
     reserved = Reserved(key="k", token=b"t" * 16, attempt=1, fence=2**53, lease=SECOND)
@@ -138,14 +220,29 @@ def test_objects_of_other_classes_are_left_to_python() -> None:
 def test_no_reference_is_leaked_or_lost() -> None:
     event = native.Shipped(order_id="a", note="b")
     work = Work(keys.Key(":k", "k"), b"f" * 16, SECOND)
-    shared = (SECOND, 10 * SECOND, native.Shipped, keys.Key, ReserveRequest, Reserved, Completion, event, work.key)
+    done = Completion(reservation=Reserved(key="k", token=b"t" * 16, attempt=1, fence=1, lease=SECOND), ttl=SECOND)
+    record = record_of(native._CLIENT.request(work), done, 10**12)
+    shared = (
+        SECOND,
+        10 * SECOND,
+        native.Shipped,
+        keys.Key,
+        ReserveRequest,
+        Reserved,
+        Completion,
+        Completed,
+        TraceLink,
+        record,
+        event,
+        work.key,
+    )
 
     def use_all() -> None:
         keys.KeyResolver().resolve("ship", event)
         native.scanned(wire.encode_event(event))
         [request] = native._CLIENT.requests([Work(work.key, work.fingerprint, SECOND)])
         batch_codec.encode_requests([request, request])
-        verdicts = batch_codec.verdicts_of([request, request], [10**15, 0, 0])
+        verdicts = batch_codec.verdicts_of([request, request, request], [10**15, 0, 0, record])
         completions = [
             Completion(reservation=verdict, ttl=SECOND) for verdict in verdicts if isinstance(verdict, Reserved)
         ]

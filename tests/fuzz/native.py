@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
 from random import Random
 from typing import Any, Final, Literal
@@ -23,7 +24,8 @@ from integr8s_idem.telemetry import SILENT
 from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.fuzz.claims import must
 from tests.fuzz.events import OrderPlaced, message
-from tests.fuzz.mutators import NUMBERS, damaged, text
+from tests.fuzz.mutators import NUMBERS, damaged, flipped, text
+from tests.fuzz.stored import stored
 from tests.support.stored import checked
 
 BODIES: Final = 10
@@ -90,7 +92,13 @@ def must_agree(kind: str, call: Callable[[], Any], given: object) -> Figures:
 
 
 def _types(value: Any) -> Any:
-    return [type(value), *map(_types, value)] if isinstance(value, list | tuple) else type(value)
+    if isinstance(value, list | tuple):
+        return [type(value), *map(_types, value)]
+    return (
+        [type(value), *[_types(getattr(value, each.name)) for each in fields(value)]]
+        if is_dataclass(value)
+        else type(value)
+    )
 
 
 def _decoder(native: Any) -> EventDecoder:
@@ -211,13 +219,37 @@ def _taken_over(random: Random, request: ReserveRequest) -> bytes:
     return trace + checked(header) + packed[1:]
 
 
+def _recorded(random: Random, request: ReserveRequest) -> bytes:
+    """Return the answer for a key that has a record, of this or another payload, sometimes damaged."""
+    record = stored(random, replace(request, fingerprint=random.choice((request.fingerprint, None, b"g" * 16))))
+    return random.choice((record, flipped(record, random.randrange(8 * len(record))), damaged(random, record)))
+
+
 def _answered(random: Random) -> Figures:
+    fingerprints: tuple[Any, ...] = (None, b"f" * 16, bytearray(b"f" * 16))
     requests = [
-        ReserveRequest(key=text(random), token=b"t" * 16, lease=_SECOND, retention=_SECOND)
+        ReserveRequest(
+            key=text(random),
+            token=b"t" * 16,
+            lease=_SECOND,
+            retention=_SECOND,
+            fingerprint=random.choice(fingerprints),
+            trace=random.choice((None, TraceLink(random.randbytes(16), random.randbytes(8)))),
+        )
         for _ in range(random.randint(1, 4))
     ]
     answers = [
-        random.choice((0, 0, 0, 1, 2, random.randbytes(random.randint(0, 60)), _taken_over(random, request)))
+        random.choice(
+            (
+                0,
+                0,
+                0,
+                random.choice((1, 2, random.randbytes(random.randint(0, 60)))),
+                _taken_over(random, request),
+                _recorded(random, request),
+                _recorded(random, request),
+            )
+        )
         for request in requests
     ]
     if random.random() < 0.05:

@@ -7,7 +7,17 @@ from functools import lru_cache
 from typing import Any, Final
 
 from integr8s_idem._util import speedups
-from integr8s_idem.records import Completion, Corrupt, Previous, Reserved, ReserveRequest, StoredResult, Verdict
+from integr8s_idem.records import (
+    Completed,
+    Completion,
+    Corrupt,
+    Previous,
+    Reserved,
+    ReserveRequest,
+    StoredResult,
+    TraceLink,
+    Verdict,
+)
 from integr8s_idem.stores.redis import codec
 
 ABSENT: Final = 0
@@ -19,13 +29,16 @@ OTHER_TYPE_REASON: Final = "the key holds another Redis type"
 @lru_cache(maxsize=2)
 def _codec_of(native: Any) -> Any:
     return native.RedisCodec(
-        ReserveRequest,
-        Reserved,
-        Completion,
-        StoredResult,
-        Previous.NONE,
-        codec.encode_times,
-        codec.encode_life,
+        request=ReserveRequest,
+        reserved=Reserved,
+        completion=Completion,
+        completed=Completed,
+        result=StoredResult,
+        trace=TraceLink,
+        no_previous=Previous.NONE,
+        encode_times=codec.encode_times,
+        encode_life=codec.encode_life,
+        moment=codec.moment,
     )
 
 
@@ -68,8 +81,9 @@ def verdicts_of(requests: Sequence[ReserveRequest], answer: list[Any]) -> list[V
 
 
 def _verdict(request: ReserveRequest, answer: Any, now_us: int) -> Verdict | None:
-    if answer == ASK_AGAIN:
-        return None
-    if answer == OTHER_TYPE:
-        return Corrupt(key=request.key, reason=OTHER_TYPE_REASON)
+    if type(answer) is int:
+        if answer == ASK_AGAIN:
+            return None
+        if answer == OTHER_TYPE:
+            return Corrupt(key=request.key, reason=OTHER_TYPE_REASON)
     return codec.verdict_of(request, answer, now_us)

@@ -74,7 +74,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 from integr8s_idem.records import (
@@ -128,8 +128,7 @@ NULL: Final = b"null"
 _HEADER: Final = Struct(">BBBH7s6s")
 _WORDS: Final = Struct(">IIIIHI")
 _CHECKS: Final = Struct(">II")
-_SETTLED: Final = Struct(">BBH7s5sI")
-_SETTLED_WORDS: Final = Struct(">IIIII")
+_SETTLED: Final = Struct(">IIIII")
 _FLAGS_OF: Final = {
     PROCESSING: HAS_FINGERPRINT | HAS_TRACE | WAS_RELEASED | HAS_LAPSED,
     COMPLETED: HAS_FINGERPRINT | HAS_TRACE | HAS_RESULT | IS_JSON | IS_DROPPED,
@@ -269,6 +268,10 @@ def _checked(tail: bytes) -> bytes:
     return crc32(tail).to_bytes(CHECK_BYTES, "big") + tail
 
 
+Parts: TypeAlias = tuple[int, int, int, int, int, bytes | None, TraceLink | None, bytes]
+"""The fields of `Stored`."""
+
+
 class Stored(NamedTuple):
     """The parts of a record."""
 
@@ -308,14 +311,18 @@ class Stored(NamedTuple):
 
     @property
     def result(self) -> StoredResult | None:
-        if not self.flags & HAS_RESULT:
-            return StoredResult(NULL) if self.flags & IS_JSON else None
-        if self.flags & IS_JSON:
-            return StoredResult(self.rest)
-        content_type, separator, body = self.rest.partition(b"\0")
-        if not separator:
-            raise UnreadableError("its result has no content type")
-        return StoredResult(body, _text(content_type, "content type"))
+        return _result(self.flags, self.rest)
+
+
+def _result(flags: int, rest: bytes) -> StoredResult | None:
+    if not flags & HAS_RESULT:
+        return StoredResult(NULL) if flags & IS_JSON else None
+    if flags & IS_JSON:
+        return StoredResult(rest)
+    content_type, separator, body = rest.partition(b"\0")
+    if not separator:
+        raise UnreadableError("its result has no content type")
+    return StoredResult(body, _text(content_type, "content type"))
 
 
 def _text(raw: bytes, what: str) -> str:
@@ -331,8 +338,13 @@ def parse(raw: bytes) -> Stored:
     Raises:
         UnreadableError: `raw` is not a valid record, or was written by a newer version.
     """
+    return Stored._make(_parts_of(raw))
+
+
+def _parts_of(raw: bytes) -> Parts:
+    """Return the fields of `Stored`; for a verdict, making that object would take as long as reading them."""
     if raw[:1] == _SETTLED_MARK:
-        return _parse_settled(raw)
+        return _settled_parts_of(raw)
     if raw[:1] not in _PROCESSING_MARKS:
         raise UnreadableError(_unknown_format(raw))
     if len(raw) < HEADER_BYTES:
@@ -354,20 +366,23 @@ def parse(raw: bytes) -> Stored:
         _check(raw, at, rest)
     if rest and status == COMPLETED and not flags & HAS_RESULT:
         raise UnreadableError("it is longer than its header says")
-    return Stored(status, flags, attempt, int.from_bytes(fence, "big"), time_ms, fingerprint, trace, rest)
+    return status, flags, attempt, int.from_bytes(fence, "big"), time_ms, fingerprint, trace, rest
 
 
-def _parse_settled(raw: bytes) -> Stored:
+def _settled_parts_of(raw: bytes) -> Parts:
     if len(raw) < _SETTLED.size:
         raise UnreadableError(f"it ends after {len(raw)} bytes")
-    _, status_and_flags, attempt, fence, elapsed, _ = _SETTLED.unpack_from(raw)
-    status, flags = divmod(status_and_flags, 32)
-    known = _FLAGS_OF.get(status) if status != PROCESSING else None
-    if known is None:
+    first, second, third, fourth, check = _SETTLED.unpack_from(raw)
+    status, flags, attempt = first >> 21 & 7, first >> 16 & 31, first & 0xFFFF
+    if status != COMPLETED and status != FAILED:
         raise UnreadableError(f"its status is {status}")
-    if attempt == 0 or flags & ~known:
+    if attempt == 0 or flags & ~_FLAGS_OF[status]:
         raise UnreadableError("its header is damaged")
-    fingerprint, trace, at = _extras(raw, flags, _SETTLED.size)
+    fingerprint = trace = None
+    at, extras_check = _SETTLED.size, 0
+    if flags & (HAS_FINGERPRINT | HAS_TRACE):
+        fingerprint, trace, at = _extras(raw, flags, at)
+        extras_check = crc32(raw[_SETTLED.size : at])
     rest = b""
     if flags & HAS_RESULT or status == FAILED:
         rest = raw[at + CHECK_BYTES :]
@@ -375,13 +390,11 @@ def _parse_settled(raw: bytes) -> Stored:
             raise UnreadableError(_DAMAGED)
     elif len(raw) != at:
         raise UnreadableError(f"it has {len(raw)} bytes, but its header says {at}")
-    first, second, third, fourth, check = _SETTLED_WORDS.unpack_from(raw)
-    if first ^ second ^ third ^ fourth ^ crc32(raw[_SETTLED.size : at]) != check:
+    if first ^ second ^ third ^ fourth ^ extras_check != check:
         raise UnreadableError(_DAMAGED)
-    fence_us = int.from_bytes(fence, "big")
-    return Stored(
-        status, flags, attempt, fence_us, fence_us // 1000 + int.from_bytes(elapsed, "big"), fingerprint, trace, rest
-    )
+    fence_us = second << 24 | third >> 8
+    elapsed_ms = (third & 0xFF) << 32 | fourth
+    return status, flags, attempt, fence_us, fence_us // 1000 + elapsed_ms, fingerprint, trace, rest
 
 
 def _extras(raw: bytes, flags: int, at: int) -> tuple[bytes | None, TraceLink | None, int]:
@@ -420,31 +433,26 @@ def _unknown_format(raw: bytes) -> str:
 def verdict_of(request: ReserveRequest, answer: bytes, now_us: int) -> Verdict:
     """Return the verdict for `request`, given the answer of `reserve.lua`: the record after it."""
     key = request.key
-    previous_trace, raw = _split(answer)
+    previous_trace, raw = _split(answer) if answer[:1] == _PREVIOUS_TRACE else (None, answer)
     try:
-        stored = parse(raw)
+        parts = status, flags, attempt, _, time_ms, fingerprint, trace, rest = _parts_of(raw)
         offered = request.fingerprint
-        if offered is not None and stored.fingerprint is not None and is_other_payload(stored.fingerprint, offered):
-            return KeyReused(key=key, stored=stored.fingerprint, offered=offered)
-        if stored.status == COMPLETED:
+        if offered is not None and fingerprint is not None and is_other_payload(fingerprint, offered):
+            return KeyReused(key=key, stored=fingerprint, offered=offered)
+        if status == COMPLETED:
             return Completed(
                 key=key,
-                attempt=stored.attempt,
-                completed_at=moment(stored.time_ms),
-                result=stored.result,
-                result_dropped=bool(stored.flags & IS_DROPPED),
-                trace=stored.trace,
+                attempt=attempt,
+                completed_at=moment(time_ms),
+                result=_result(flags, rest),
+                result_dropped=bool(flags & IS_DROPPED),
+                trace=trace,
             )
-        if stored.status == FAILED:
-            return Failed(
-                key=key,
-                attempt=stored.attempt,
-                failed_at=moment(stored.time_ms),
-                error=stored.error,
-                trace=stored.trace,
-            )
+        if status == FAILED:
+            return Failed(key=key, attempt=attempt, failed_at=moment(time_ms), error=_text(rest, "error"), trace=trace)
     except UnreadableError as error:
         return Corrupt(key=key, reason=str(error))
+    stored = Stored._make(parts)
     if stored.token == request.token:
         try:
             lapsed, lapsed_alone, _ = stored.history
@@ -467,10 +475,10 @@ def verdict_of(request: ReserveRequest, answer: bytes, now_us: int) -> Verdict:
 
 
 def _split(answer: bytes) -> tuple[TraceLink | None, bytes]:
-    """Return the trace of the previous attempt, if `answer` has it, and the record."""
+    """Return the trace of the previous attempt, if `answer`, which begins with zero, has it, and the record."""
     record_at = 1 + TRACE_BYTES
     # A takeover writes the current format.  The record of another program may begin with zero, too.
-    if answer[:1] != _PREVIOUS_TRACE or answer[record_at : record_at + 1] != _PROCESSING_MARK:
+    if answer[record_at : record_at + 1] != _PROCESSING_MARK:
         return None, answer
     trace_id, span_id = answer[1 : 1 + TRACE_ID_BYTES], answer[1 + TRACE_ID_BYTES : record_at]
     return TraceLink(trace_id, span_id), answer[record_at:]
@@ -515,5 +523,5 @@ def holds_lease(header: bytes, now_ms: int) -> bool:
 
 def moment(ms: int) -> datetime:
     """Convert milliseconds since 1970 to an aware time in UTC."""
-    seconds, rest = divmod(min(ms, _LAST_MS), 1_000)
-    return _EPOCH + timedelta(0, seconds, rest * 1_000)  # faster than with keywords
+    ms = _LAST_MS if ms > _LAST_MS else ms  # faster than `min`, as are `//` and `%` than `divmod`
+    return _EPOCH + timedelta(0, ms // 1_000, ms % 1_000 * 1_000)  # faster than with keywords
