@@ -61,6 +61,9 @@ class EntryPoint(str, Enum):
     """Records in a loop over a Kafka consumer."""
 
 
+_PLAIN_KEY: Final = re.compile(rf"[A-Za-z0-9_.~{re.escape(_SAFE_IN_A_CALLERS_KEY)}-]{{1,{LONGEST_LABEL}}}")
+"""A caller's key that is its own escaped form, and its own label, unless it begins with one of `_RESERVED`."""
+
 _RESERVED: Final = tuple(f"{entry.value}:" for entry in EntryPoint)
 """Prefixes that are escaped in keys from callers."""
 
@@ -96,6 +99,8 @@ class Key:
         Raises:
             InvalidKeyError: It is empty or not a string.
         """
+        if type(text) is str and _PLAIN_KEY.fullmatch(text) and not text.startswith(_RESERVED):
+            return Key(":" + text, text)
         plain = escaped(given_text(text), safe=_SAFE_IN_A_CALLERS_KEY)
         if plain.startswith(_RESERVED):
             plain = plain.replace(":", "%3A", 1)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent, EventMetadata
 from integr8s_idem.keys import (
+    LONGEST_LABEL,
     MAX_KEY_LENGTH,
     EntryPoint,
     Key,
@@ -360,6 +361,23 @@ def test_each_part_of_the_key_of_an_entry_point_is_percent_encoded(parts: list[s
     encoded = [quote(part, safe="-._~@+,/", errors="surrogatepass") for part in parts]
 
     assert Key.of_entry(EntryPoint.HTTP, *parts, name="it").text == ":".join(["", "http", *encoded])
+
+
+@given(
+    text | st.text("aZ09-._~@+,/:", min_size=1) | st.sampled_from(["http:a", "faststream:", "kafka-loop:a:b", "http"])
+)
+def test_a_callers_key_is_percent_encoded(given_text: str) -> None:
+    encoded = quote(given_text, safe="-._~@+,/:", errors="surrogatepass")
+    if given_text.startswith(("http:", "faststream:", "kafka-loop:")):
+        encoded = encoded.replace(":", "%3A", 1)
+
+    assert Key.of(given_text).text == ":" + encoded
+
+
+@pytest.mark.parametrize("length", [LONGEST_LABEL, LONGEST_LABEL + 1, 1_000])
+def test_the_name_of_a_long_key_is_short(length: int) -> None:
+    assert (Key.of("a" * length).name == "a" * length) is (length <= LONGEST_LABEL)
+    assert len(Key.of("a" * length).name) <= LONGEST_LABEL
 
 
 def deep(levels: int) -> list[Any]:
