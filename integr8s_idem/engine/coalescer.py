@@ -64,16 +64,30 @@ class Coalescer(Generic[Request, Answer]):
 
     async def answer(self, request: Request) -> Answer:
         """Return the answer to a request.  If the caller is cancelled, the answer is passed to `abandoned`."""
-        if self._last_size == 1 and not self._waiting and not self.busy:
-            return await self._answer_alone(request)
-        waiting = self.ask(request)
+        if self._last_size != 1 or self._waiting or self._alone or self._sender is not None:
+            waiting = self.ask(request)
+            try:
+                return await waiting
+            except asyncio.CancelledError:
+                came = waiting.done() and not waiting.cancelled() and waiting.exception() is None
+                if came and self._abandoned is not None:
+                    self._abandoned(request, waiting.result())
+                raise
+        # Not in a method of its own: another coroutine takes longer than all of this.
+        self._alone = True
         try:
-            return await waiting
+            return _all_answers(await self._call([request]), 1)[0]
         except asyncio.CancelledError:
-            came = waiting.done() and not waiting.cancelled() and waiting.exception() is None
-            if came and self._abandoned is not None:
-                self._abandoned(request, waiting.result())
+            # The request may or may not have been executed: repeat it, and pass its answer to `abandoned`.
+            self.ask(request).cancel()
             raise
+        finally:
+            self._alone = False
+            if self._alone_ends is not None:
+                self._alone_ends.set()
+                self._alone_ends = None
+            if self._waiting:
+                self._begin_sending()
 
     async def wait_until_idle(self) -> None:
         """Wait until every request so far has its answer."""
@@ -91,22 +105,6 @@ class Coalescer(Generic[Request, Answer]):
 
     def _begin_sending(self) -> None:
         self._sender = self._loop.create_task(self._send_all())
-
-    async def _answer_alone(self, request: Request) -> Answer:
-        self._alone = True
-        try:
-            return _all_answers(await self._call([request]), 1)[0]
-        except asyncio.CancelledError:
-            # The request may or may not have been executed: repeat it, and pass its answer to `abandoned`.
-            self.ask(request).cancel()
-            raise
-        finally:
-            self._alone = False
-            if self._alone_ends is not None:
-                self._alone_ends.set()
-                self._alone_ends = None
-            if self._waiting:
-                self._begin_sending()
 
     async def _send_all(self) -> None:
         try:

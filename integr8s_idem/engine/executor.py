@@ -127,7 +127,7 @@ class Executor(RunServices):
             if run is None:
                 raise
             return run
-        self._count_verdicts((work,), (verdict,))
+        self._count_verdict(work, verdict)
         if not isinstance(verdict, Reserved):
             return self.declined(work, verdict, options)
         run = self.reserved(work, verdict, asked_at, options)
@@ -307,12 +307,10 @@ class Executor(RunServices):
 
     def now(self) -> float:
         """Return the time by the lease clock, in seconds.  Read it before requesting a lease in this event loop."""
-        # Before Python 3.12, this lookup is a system call.  While a request is in progress, the loop is the same.
-        if self.loop is None or not self.client.is_reserving:
-            loop = asyncio.get_running_loop()
-            if loop is not self.loop:
-                self.loop, self.runs.pace = loop, pace_of(loop)
-                self._leases.enter(loop)
+        loop = asyncio.get_running_loop()
+        if loop is not self.loop:
+            self.loop, self.runs.pace = loop, pace_of(loop)
+            self._leases.enter(loop)
         return self._leases.now()
 
     async def reserve_together(self, works: Sequence[Work]) -> list[Verdict]:
@@ -395,25 +393,41 @@ class Executor(RunServices):
         run.attempt = Attempt(key, work.unguarded_runs, 0, float("inf"), work.key.label, work.key.generation)
         return run
 
+    def _count_verdict(self, work: Work, verdict: Verdict) -> None:
+        """Report a verdict of the store."""
+        for signal in _signals_of(work, verdict):
+            self.observer.count(signal, work.event_type)
+
     def _count_verdicts(self, works: Sequence[Work], verdicts: Sequence[Verdict]) -> None:
         """Report the verdicts of the store, by event type."""
-        counts: dict[tuple[Signal, str], int] = {}
+        counts: dict[tuple[Sequence[Signal], str], int] = {}
         for work, verdict in zip(works, verdicts, strict=True):
-            event_type, previous = work.event_type, None
-            if isinstance(verdict, Reserved):
-                previous = verdict.previous
-                work.token = b""  # the next `reserve` is an attempt of its own
-                if verdict.fence != work.fence:
-                    work.fence = verdict.fence
-                    if previous is Previous.LAPSED:
-                        takeover = Signal.TAKEOVER, event_type
-                        counts[takeover] = counts.get(takeover, 0) + 1
-            if not work.known:
-                work.known = True
-                found = Signal.CACHE_MISS if previous is Previous.NONE else Signal.CACHE_HIT, event_type
-                counts[found] = counts.get(found, 0) + 1
-        for (signal, event_type), amount in counts.items():
-            self.observer.count(signal, event_type, amount)
+            found = _signals_of(work, verdict), work.event_type
+            counts[found] = counts.get(found, 0) + 1
+        for (signals, event_type), amount in counts.items():
+            for signal in signals:
+                self.observer.count(signal, event_type, amount)
+
+
+_HIT: Final = (Signal.CACHE_HIT,)
+_MISS: Final = (Signal.CACHE_MISS,)
+_TAKEOVER: Final = (Signal.TAKEOVER,)
+_HIT_AND_TAKEOVER: Final = (Signal.TAKEOVER, Signal.CACHE_HIT)
+
+
+def _signals_of(work: Work, verdict: Verdict) -> tuple[Signal, ...]:
+    """Note in `work` that the store has answered, and return what to count."""
+    is_first, work.known = not work.known, True
+    if not isinstance(verdict, Reserved):
+        return _HIT if is_first else ()
+    work.token = b""  # the next `reserve` is an attempt of its own
+    is_takeover = verdict.fence != work.fence and verdict.previous is Previous.LAPSED
+    work.fence = verdict.fence
+    if is_takeover:
+        return _HIT_AND_TAKEOVER if is_first else _TAKEOVER
+    if not is_first:
+        return ()
+    return _MISS if verdict.previous is Previous.NONE else _HIT
 
 
 def _writing(

@@ -54,6 +54,7 @@ from integr8s_idem.keys import LAST_GENERATION, Key, KeySpace, generation_key
 from integr8s_idem.keys.fingerprints import given_fingerprint
 from integr8s_idem.reconciliation import Answer
 from integr8s_idem.records import (
+    JSON,
     Completed,
     Completion,
     Corrupt,
@@ -505,14 +506,10 @@ class IdempotencyManager:
         if reconcile is not None:
             refuse_call(reconcile, "manager.run(key, function, reconcile=find)")
             question = partial(_asked, reconcile)
-        return await self.run_work(
-            work,
-            without_attempt,
-            returns=function,
-            on_in_progress=wait,
-            wait_timeout=longest_wait,
-            question=question,
-        )
+        # As `run_work`; two more coroutines would take as long as a verdict.
+        one_pass = self._one_pass(work, without_attempt, function, question)
+        outcome = await self.outcome(work, one_pass, on_in_progress=wait, wait_timeout=longest_wait)
+        return outcome.value if type(outcome) is Executed else self._value_of(outcome, work, function)
 
     def run_work(
         self,
@@ -531,18 +528,26 @@ class IdempotencyManager:
         Raises:
             ApplicationError: There is a reconcile function, and the work is done in a transaction of the caller.
         """
+        one_pass = self._one_pass(work, function, returns, question)
+        return self.result_of(work, one_pass, returns, on_in_progress=on_in_progress, wait_timeout=wait_timeout)
+
+    def _one_pass(
+        self,
+        work: Work,
+        function: Callable[[Attempt], Awaitable[T]],
+        returns: Callable[..., object] | None,
+        question: Question | None,
+    ) -> Callable[[], Awaitable[Outcome[T]]]:
+        """Return a function that executes `work` once, in the transaction of the caller if there is one."""
         work.returns = returns
         joined = _JOINED.get()
-        if question is not None:
-            if joined is not None and joined[0] is self:
-                raise _never_unknown(work)
-            function = reconciled(function, question, self.observer, work.key.label)
-        one_pass: Callable[[], Awaitable[Outcome[T]]]
         if joined is not None and joined[0] is self:
-            one_pass = partial(self.executor.execute_joined, joined[1], work, function)
-        else:
-            one_pass = partial(self.executor.execute, work, function)
-        return self.result_of(work, one_pass, returns, on_in_progress=on_in_progress, wait_timeout=wait_timeout)
+            if question is not None:
+                raise _never_unknown(work)
+            return partial(self.executor.execute_joined, joined[1], work, function)
+        if question is not None:
+            function = reconciled(function, question, self.observer, work.key.label)
+        return partial(self.executor.execute, work, function)
 
     async def result_of(
         self,
@@ -665,10 +670,14 @@ def replayed_value(label: str, completed: Completed, function: Callable[..., obj
         ResultDroppedError: The result was too large to store.
         ResultDecodeError: The result does not match the return annotation of `function`.
     """
-    if (discarded := discarded_error(completed.result)) is not None:
-        raise DiscardedError(label, completed.attempt, discarded)
-    if completed.result is not None and observed_place(completed.result) is None:
-        return decode_result(label, completed.result, return_type_of(function))
+    stored = completed.result
+    if stored is not None and stored.content_type != JSON:
+        if (discarded := discarded_error(stored)) is not None:
+            raise DiscardedError(label, completed.attempt, discarded)
+        if observed_place(stored) is not None:
+            stored = None
+    if stored is not None:
+        return decode_result(label, stored, return_type_of(function))
     if completed.result_dropped:
         raise ResultDroppedError(label)
     return None

@@ -125,11 +125,6 @@ class StoreClient:
             # The run released the key in the meantime, so this reservation has no run.
             await self.try_to_release(work, found)
 
-    @property
-    def is_reserving(self) -> bool:
-        """Whether a request to reserve a single key is in progress."""
-        return self._reservations.busy
-
     async def reserve_together(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         """Reserve keys in one call.  If the caller is cancelled, the reservations are released."""
         if not requests:
