@@ -13,7 +13,7 @@ LIMITS: Final[Mapping[str, str]] = {
         "be renewed, limits of time, and two verdicts"
     ),
     "single_fresh_c64": (
-        "limited by the CPU of this process, where a call costs 139 calls of Python functions and 307 allocations: "
+        "limited by the CPU of this process, where a call costs 104 calls of Python functions and 255 allocations: "
         "lease, fence, token, result, and the futures with which it shares round trips. By hand over redis-py, "
         "without shared round trips, the same two scripts reach 0.79"
     ),
@@ -23,13 +23,13 @@ LIMITS: Final[Mapping[str, str]] = {
         "rest is CPU time of this process, which reads and replays the result"
     ),
     "single_duplicate_c64": (
-        "limited by the CPU of this process: a call costs 80 calls of Python functions and 207 allocations. By hand "
+        "limited by the CPU of this process: a call costs 64 calls of Python functions and 173 allocations. By hand "
         "over redis-py, without shared round trips, the same script reaches 0.64. The local memory "
         "(`local_duplicate`) saves most of it"
     ),
     "local_duplicate": (
-        "limited by the CPU of this process: looking the key up and replaying its result takes some 4 µs. Runs on one "
-        "machine varied between 25 and 32"
+        "limited by the CPU of this process: looking the key up and replaying its result takes some 3.5 µs. Runs on "
+        "one machine varied between 25 and 32"
     ),
     "kafka_vs_raw_loop_native": (
         "as for `kafka_vs_raw_loop`: native code takes over decoding, keys and the encoding of requests, not the "
