@@ -67,7 +67,11 @@ class Kubelet:
         if process is None:
             return
         self._killed[name] = reason
-        tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        try:
+            first = psutil.Process(process.pid)
+            tree = [first, *first.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return  # it has ended, and its task does not know yet
         if grace:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
