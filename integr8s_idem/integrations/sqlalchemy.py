@@ -158,7 +158,10 @@ class OutgoingEvents:
         """
         self.has_ended = True
         self.transaction.end()
-        if error is not None or not self._messages:
+        if error is not None:
+            return False
+        if not self._messages:
+            self.transaction.check_outcome()
             return False
         self.transaction.check()
         return True
