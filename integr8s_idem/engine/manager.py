@@ -30,7 +30,7 @@ from integr8s_idem.engine.iterators import refuse_iterator
 from integr8s_idem.engine.leases import LeaseKeeper
 from integr8s_idem.engine.measured_store import measured
 from integr8s_idem.engine.outcomes import error_of
-from integr8s_idem.engine.reconciliation import Question, reconciled
+from integr8s_idem.engine.reconciliation import Question, awaitable_answer, reconciled
 from integr8s_idem.engine.results import (
     decode_result,
     discarded_error,
@@ -633,7 +633,7 @@ class _InTransaction:
 
 
 async def _asked(reconcile: Callable[[], Awaitable[Answer]], _: Attempt) -> Answer:
-    return await reconcile()
+    return await awaitable_answer(reconcile, reconcile())
 
 
 def _never_unknown(work: Work) -> ApplicationError:

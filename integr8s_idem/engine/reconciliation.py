@@ -84,6 +84,20 @@ def reconciled(
     return reconcile_or_run
 
 
+def awaitable_answer(reconcile: Callable[[], object], returned: Awaitable[Answer]) -> Awaitable[Answer]:
+    """Return what `reconcile` has returned, if it can be awaited.
+
+    Raises:
+        ApplicationError: It cannot.
+    """
+    if inspect.isawaitable(returned):
+        return returned
+    raise ApplicationError(
+        f"the reconcile function {getattr(reconcile, '__qualname__', repr(reconcile))} is not an async function: it "
+        f"returned {type(returned).__name__}, which cannot be awaited. Write it as async def"
+    )
+
+
 def _name_of(answer: object, name: str) -> str:
     for kind, said in _NAMES.items():
         if isinstance(answer, kind):

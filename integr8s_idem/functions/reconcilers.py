@@ -18,7 +18,8 @@ def reconciler(
     """Return a function that calls the reconcile function of `function` with the arguments of a call.
 
     Raises:
-        ApplicationError: Only one of the two functions is async, or `reconcile` is not callable.
+        ApplicationError: Only one of the two functions is async, or `reconcile` is not callable, or takes an argument
+            that `function` does not have.
     """
     refuse_call(reconcile, "@idempotent(…, reconcile=find)")
     if is_async(reconcile) is not is_async(function):
@@ -26,4 +27,22 @@ def reconciler(
         raise ApplicationError(
             f"the reconcile function {named(reconcile)} runs where {named(function)} runs: define it with {kind}, too"
         )
+    _check_parameters(reconcile, signature, function)
     return function_of_arguments(reconcile, signature)
+
+
+def _check_parameters(
+    reconcile: Callable[..., Any], signature: inspect.Signature, function: Callable[..., object]
+) -> None:
+    """Check the parameters now: a call would only fail after a failure, when its answer matters."""
+    try:
+        wanted = inspect.signature(reconcile).parameters.values()
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        return
+    named_kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    required = [each.name for each in wanted if each.kind in named_kinds and each.default is each.empty]
+    if unknown := [name for name in required if name not in signature.parameters]:
+        raise ApplicationError(
+            f"the reconcile function {named(reconcile)} takes {', '.join(unknown)}, but {named(function)} does not: it "
+            f"receives the arguments that its parameters name, of {', '.join(signature.parameters)}"
+        )

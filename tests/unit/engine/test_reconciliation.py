@@ -214,6 +214,19 @@ async def test_what_is_not_an_answer_is_an_error() -> None:
 
 
 @virtual_time
+async def test_a_reconcile_function_that_is_not_async_is_an_error_that_says_so() -> None:
+    here, job = guarded(), Job()
+    await crash(here)
+
+    def find() -> Any:
+        return NotDone()
+
+    with pytest.raises(ApplicationError, match=r"find is not an async function: it returned NotDone, .* async def"):
+        await here.manager.run("order:1", job, reconcile=find)
+    assert job.runs == 0
+
+
+@virtual_time
 async def test_the_result_of_calling_the_reconcile_function_is_refused() -> None:
     here, find = guarded(), Question(NotDone())
 

@@ -181,6 +181,18 @@ async def test_both_functions_must_be_of_the_same_kind() -> None:
         def refund_plainly(order: str) -> None: ...
 
 
+async def test_an_argument_that_the_function_does_not_have_is_refused() -> None:
+    """Otherwise, the calls after a failure would fail, too, and nobody would learn the outcome."""
+
+    async def find(order_id: str, limit: int = 10) -> Answer:
+        return NotDone()
+
+    with pytest.raises(ApplicationError, match=r"takes order_id, but .*refund does not: .* of order, amount"):
+
+        @idempotent(key="{order}", reconcile=find, manager=plain_manager())
+        async def refund(order: str, amount: int) -> None: ...
+
+
 def test_a_function_that_is_executed_again_takes_no_reconcile_function() -> None:
     with pytest.raises(ApplicationError, match="remove reconcile"):
         idempotent(key="{order}", reconcile=Ledger().find, re_execute_on_read=True, manager=plain_manager())
