@@ -182,7 +182,8 @@ class Work:
 
     def count_copied_attempts(self) -> None:
         """Count the attempts before the event was copied, because its record no longer does."""
-        self.failed_runs += self.copied_attempt
+        # Failures here include them if the record had counted them.
+        self.failed_runs = max(self.failed_runs, self.copied_attempt)
         self.copied_attempt = 0
 
     def token_for_reserve(self) -> bytes:

@@ -9,10 +9,10 @@ from typing import Final
 
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.telemetry import DeliveryOutcome
-from integr8s_idem.worker.assignments import Delivery, WorkItem
+from integr8s_idem.worker.assignments import WorkItem
 from integr8s_idem.worker.conclusions import Conclusions
-from integr8s_idem.worker.delivery_processor import Decoded, DeliveryProcessor
 from integr8s_idem.worker.retries import Retries
+from tests.simulation.bugs import attempt_of_the_copy_ignored
 
 COMMITTED_AFTER: Final = 1.0
 """Seconds; longer than the interval between commits."""
@@ -37,16 +37,7 @@ def _offset_before_copy() -> None:
 
 def _attempt_of_copy_ignored() -> None:
     """Count the attempts of the record only, although it may have expired."""
-    decode = DeliveryProcessor._decode_copy
-
-    def decode_copy(self: DeliveryProcessor, delivery: Delivery, retries: Retries) -> Decoded:
-        decoded = decode(self, delivery, retries)
-        for execution in decoded.executions:
-            if isinstance(execution, GuardedExecution):
-                execution.work.copied_attempt = 0
-        return decoded
-
-    setattr(DeliveryProcessor, "_decode_copy", decode_copy)  # noqa: B010
+    attempt_of_the_copy_ignored().__enter__()  # until the process ends
 
 
 BUGS: Final[dict[str, Callable[[], None]]] = {

@@ -14,9 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from integr8s_idem import BaseEvent, Settings
 from integr8s_idem.errors import ApplicationError, StoreConfigurationError
 from integr8s_idem.integrations.sqlalchemy import Outbox
-from integr8s_idem.stores.sql import metadata, migrate, sql_engine
 from integr8s_idem.stores.sql.schema import outbox as outbox_table
 from tests.support.databases import KINDS, url_of
+from tests.support.outboxes import database_with_orders
 
 ORDER = text("INSERT INTO orders VALUES (1)")
 LATER_ORDER = text("INSERT INTO orders VALUES (2)")
@@ -35,14 +35,8 @@ outbox = Outbox(Settings(), service="shop")
 @pytest.fixture(params=KINDS)
 async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AsyncEngine]:
     # One connection, so that the next user of the pool gets it.
-    engine = sql_engine(url_of(request.param, request, tmp_path), pool_size=1)
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.drop_all)
-        await connection.execute(text("DROP TABLE IF EXISTS orders"))
-        await connection.execute(text("CREATE TABLE orders (number INTEGER)"))
-    await migrate(engine)
-    yield engine
-    await engine.dispose()
+    async with database_with_orders(url_of(request.param, request, tmp_path), pool_size=1) as engine:
+        yield engine
 
 
 async def orders(engine: AsyncEngine) -> list[int]:

@@ -19,11 +19,11 @@ from integr8s_idem import BaseEvent, IdempotencyManager, Settings
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.errors import ApplicationError, EventTooLargeError, StoreConfigurationError
 from integr8s_idem.integrations.sqlalchemy import Outbox
-from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox, metadata, migrate, outbox_hints, sql_engine
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, SqlOutbox, metadata, outbox_hints
 from integr8s_idem.stores.sql.schema import outbox as outbox_table
 from tests.support.conditions import eventually
 from tests.support.databases import KINDS, url_of
-from tests.support.outboxes import Broker, relays
+from tests.support.outboxes import Broker, database_with_orders, relays
 
 
 class OrderPlaced(BaseEvent):
@@ -36,14 +36,8 @@ outbox = Outbox(Settings(kafka=KafkaSettings(topic_prefix="test.")), service="sh
 
 @pytest.fixture(params=KINDS)
 async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AsyncEngine]:
-    engine = sql_engine(url_of(request.param, request, tmp_path))
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.drop_all)
-        await connection.execute(text("DROP TABLE IF EXISTS orders"))
-        await connection.execute(text("CREATE TABLE orders (number INTEGER)"))
-    await migrate(engine)
-    yield engine
-    await engine.dispose()
+    async with database_with_orders(url_of(request.param, request, tmp_path)) as engine:
+        yield engine
 
 
 async def waiting(engine: AsyncEngine) -> list[str]:

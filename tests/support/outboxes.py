@@ -1,17 +1,19 @@
-"""Relays that publish an outbox to an in-memory broker."""
+"""A database with orders and an outbox, and relays that publish the outbox to an in-memory broker."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.errors import PublishError
 from integr8s_idem.events import Message
-from integr8s_idem.stores.sql import SqlOutbox
+from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, sql_engine
 from integr8s_idem.worker import EventPublisher
 from integr8s_idem.worker.relay import Relay
 
@@ -33,6 +35,19 @@ class Broker(EventPublisher):
 
     def ids(self, key: bytes | None = None) -> list[str]:
         return [one.event_id for one in self.published if key in (None, one.key)]
+
+
+@asynccontextmanager
+async def database_with_orders(url: str, **options: Any) -> AsyncIterator[AsyncEngine]:
+    """Yield an engine for a database with an empty outbox and an empty table `orders`.  `options`: of the engine."""
+    engine = sql_engine(url, **options)
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.drop_all)
+        await connection.execute(text("DROP TABLE IF EXISTS orders"))
+        await connection.execute(text("CREATE TABLE orders (number INTEGER)"))
+    await migrate(engine)
+    yield engine
+    await engine.dispose()
 
 
 @asynccontextmanager

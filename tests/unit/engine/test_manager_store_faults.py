@@ -361,3 +361,19 @@ async def test_the_attempts_of_others_still_count_here_if_their_record_is_lost()
     await here.manager.execute(mine, job.with_attempt)
 
     assert [attempt.number for attempt in job.attempts] == [1, 2, 3, 4]
+
+
+@virtual_time
+async def test_attempts_before_a_copy_count_once_if_its_record_is_lost_after_another_attempt() -> None:
+    other = guarded(max_attempts=9)
+    here, job = guarded(other.store, max_attempts=9), Job(errors=[OSError("no")] * 4)
+    for _ in range(2):
+        await other.manager.execute(work(), job.with_attempt)
+    copied = work()
+    copied.copied_attempt = 2
+    await here.manager.execute(copied, job.with_attempt)
+
+    assert await here.manager.delete("order:1")
+    await here.manager.execute(copied, job.with_attempt)
+
+    assert [attempt.number for attempt in job.attempts] == [1, 2, 3, 4]
