@@ -79,9 +79,11 @@ class Reserver:
     def start(self, item: WorkItem, run: Run) -> None:
         """Run a reserved item, unless too many earlier attempts have lapsed."""
         item.run = None
-        lease = run.lease
-        if lease is not None and lease.reservation.previous is Previous.LAPSED:
-            self._lanes.slow_down(item.delivery)
+        reserved = None if run.lease is None else run.lease.reservation
+        if reserved is not None and (reserved.lapsed or reserved.previous is Previous.LAPSED):
+            if reserved.previous is Previous.LAPSED:
+                self._lanes.slow_down(item.delivery)
+            # An event that crashes its worker in every other attempt and fails in the others is a suspect, too.
             if self._is_held_back(item, run):
                 self._slots.release()
                 return

@@ -19,7 +19,16 @@ from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.poison_events import PoisonEventRunner
 from tests.support.fake_worker import running
 from tests.support.guarded import LEASE, Guarded, guarded
-from tests.support.pipelines import Depot, ParcelSent, all_committed, dispatcher_of, leases_left, sent, unfinished
+from tests.support.pipelines import (
+    Depot,
+    ParcelSent,
+    all_committed,
+    dispatcher_of,
+    leases_left,
+    reserved_by_another,
+    sent,
+    unfinished,
+)
 
 
 def key_of(here: Guarded, parcel: int) -> str:
@@ -76,6 +85,27 @@ async def test_after_one_crash_nothing_runs_alone() -> None:
 
     assert depot.max_concurrency == 6
     assert here.observer.counts[Signal.ISOLATED] == 0
+
+
+@virtual_time
+async def test_a_suspect_whose_last_attempt_failed_runs_alone_too() -> None:
+    """Otherwise, an event that crashes and fails in turn would never crash its worker while it runs alone."""
+    here, depot, broker = guarded(), Depot(seconds=3), sent(6)
+    await leave_crashes(here, 2, times=2)
+    [failed] = await reserved_by_another(here, 2, timedelta(seconds=LEASE))
+    assert await here.store.release([failed]) == [True]
+    concurrent: dict[int, int] = {}
+
+    async def handle(event: ParcelSent) -> None:
+        concurrent[event.number] = depot.running_now
+        await depot.handle(event)
+
+    async with running(dispatcher_of(handle, here), broker, ordering="none", isolation_share=1) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert concurrent[2] == 0
+    assert depot.max_concurrency > 1, "the others run concurrently"
+    assert here.observer.counts[Signal.ISOLATED] == 1
 
 
 @virtual_time
