@@ -252,8 +252,8 @@ class History:
             self.truth.discarded.add(key)
             if not any(run.ended_with == WithdrawnError.__name__ for run in runs):
                 self.violate("P", f"{key} is discarded without an error for which a rule says so")
-        elif any(run.ended_with == WithdrawnError.__name__ for run in runs) and not self.truth.losses[key]:
-            # After a loss, the event runs again, and a later attempt may return.
+        elif any(run.ended_with == WithdrawnError.__name__ for run in runs if run.fence == fence):
+            # Another attempt may complete it: after a loss of the record, or by the answer of a reconcile function.
             self.violate("P", f"{key} is completed, though a rule discards its error")
         elif not any(run.effects for run in runs):
             self.violate("L", f"{key} is completed without an effect")
