@@ -204,7 +204,7 @@ class History:
         return (
             other.process.dead
             or other.process.stalls > other.stalls
-            or run.excuses > other.excuses
+            or run.excuses != other.excuses
             or asyncio.get_running_loop().time() - resumed < JUST_RESUMED
         )
 
