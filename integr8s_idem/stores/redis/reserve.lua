@@ -12,8 +12,6 @@ local call, pcall = redis.call, redis.pcall
 local byte, char, sub = string.byte, string.char, string.sub
 local pack, unpack, bxor = struct.pack, struct.unpack, bit.bxor
 local MAX_ANSWER_BYTES = 4194304
-local NOBODY = string.rep('\0', 16) -- token of a record that is scheduled
-local EXTRAS = {[0] = 0, 16, 24, 40} -- bytes of fingerprint and trace, by the two lowest flags
 
 local time = call('TIME')
 local now_us = time[1] * 1000000 + time[2]
@@ -26,6 +24,39 @@ local function checked(header)
   local a, b, c, d, e = unpack('>I4I4I4I4I2', header)
   return header .. pack('>I4', bxor(a, b, c, d, e))
 end
+
+-- Most keys are absent or settled.  Defining the functions below takes longer than handling such a key, so this loop
+-- handles them, up to the first other key.
+local first_other
+local times_and_flags, header, life
+for i = 1, #KEYS do
+  local key, request = KEYS[i], ARGV[i]
+  local record, flags = pcall('GET', key), byte(request, 13)
+  if not record and flags < 128 then
+    local own = sub(request, 1, 13)
+    if own ~= times_and_flags then
+      times_and_flags = own
+      local lease
+      lease, life = unpack('>I6I6', own)
+      life = string.format('%.0f', life)
+      header = checked(pack('>BBBHI7I6', 2, 1, flags, 1, now_us, now + lease))
+    end
+    call('SET', key, header .. sub(request, 14), 'PX', life)
+    answers[i + 1] = 0
+  elseif type(record) == 'string' and byte(record) == 3 and answered < MAX_ANSWER_BYTES then
+    answered = answered + #record
+    answers[i + 1] = record
+  else
+    first_other = i
+    break
+  end
+end
+if not first_other then
+  return answers
+end
+
+local NOBODY = string.rep('\0', 16) -- token of a record that is scheduled
+local EXTRAS = {[0] = 0, 16, 24, 40} -- bytes of fingerprint and trace, by the two lowest flags
 
 -- Continue the CRC-32 `crc` of a prefix with `text`.
 local function continued(crc, text)
@@ -75,7 +106,7 @@ local function is_other_payload(stored, offered)
 end
 
 -- Take over or refresh an existing record if the request may do so, and return the answer.
-local function update(key, record, request, lease, retention)
+local function update(key, record, request, lease, life)
   local format, status, flags, high, low = byte(record, 1, 5)
   if format == 3 then
     return record
@@ -137,44 +168,32 @@ local function update(key, record, request, lease, retention)
   else
     return record
   end
-  call('SET', key, new, 'PX', retention)
+  call('SET', key, new, 'PX', life)
   return previous_trace .. new
 end
 
-local times, lease, retention, stamp, last_flags, header
-for i = 1, #KEYS do
+for i = first_other, #KEYS do
   local key, request = KEYS[i], ARGV[i]
-  local own_times = sub(request, 1, 12)
-  if own_times ~= times then
-    times = own_times
-    lease, retention = unpack('>I6I6', times)
-    retention = string.format('%.0f', retention)
-    stamp = pack('>HI7I6', 1, now_us, now + lease)
-    last_flags = nil
-  end
-  local flags = byte(request, 13)
-  if flags ~= last_flags then
-    last_flags, header = flags, checked('\2\1' .. char(flags % 128) .. stamp)
-  end
-  local body = sub(request, 14)
-  if flags >= 128 then
-    body = with_history(body, EXTRAS[flags % 4], 0, 0, 1)
-  end
-  if call('SET', key, header .. body, 'NX', 'PX', retention) then
+  local lease, life = unpack('>I6I6', request)
+  life = string.format('%.0f', life)
+  local record = pcall('GET', key)
+  if not record then
+    local flags = byte(request, 13)
+    local alone = flags >= 128 and 1 or 0
+    flags = flags % 128
+    local new = checked(pack('>BBBHI7I6', 2, 1, flags, 1, now_us, now + lease))
+    call('SET', key, new .. with_history(sub(request, 14), EXTRAS[flags % 4], 0, 0, alone), 'PX', life)
     answers[i + 1] = 0
   elseif answered >= MAX_ANSWER_BYTES then
     answers[i + 1] = 2
+  elseif type(record) == 'string' then
+    record = update(key, record, request, lease, life)
+    answered = answered + #record
+    answers[i + 1] = record
+  elseif string.find(record.err, 'WRONGTYPE', 1, true) then
+    answers[i + 1] = 1
   else
-    local record = pcall('GET', key)
-    if type(record) == 'string' then
-      record = update(key, record, request, lease, retention)
-      answered = answered + #record
-      answers[i + 1] = record
-    elseif string.find(record.err, 'WRONGTYPE', 1, true) then
-      answers[i + 1] = 1
-    else
-      return record
-    end
+    return record
   end
 end
 return answers
