@@ -4,13 +4,12 @@
 --        everything after fingerprint and trace in the new record; see codec.py
 -- Answer per key: 1 if written, now or earlier by the same reservation; 0 if taken over or gone
 local call, pcall = redis.call, redis.pcall
-local byte, char, sub = string.byte, string.char, string.sub
+local byte, sub, floor = string.byte, string.sub, math.floor
 local pack, unpack, bxor = struct.pack, struct.unpack, bit.bxor
-local EXTRAS = {[0] = 0, 16, 24, 40}
 local LONGEST = 1099511627775 -- ms in five bytes: 34 years
 
 local time = call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = time[1] * 1000 + floor(time[2] / 1000)
 local status = ARGV[1]
 local code = byte(status)
 local answers = {}
@@ -29,23 +28,28 @@ for i = 1, #KEYS do
     local format, was, flags = byte(record, 1, 3)
     if format == 2 and was == 1 and flags then
       local kept = flags % 4
-      local extras = EXTRAS[kept]
-      local fence = sub(record, 6, 12)
-      if fence .. sub(record, 31 + extras, 46 + extras) == sub(outcome, 7, 29) then
-        local elapsed = math.min(math.max(now - math.floor(unpack('>I7', fence) / 1000), 0), LONGEST)
-        local new = '\3' .. char(code * 32 + kept + byte(outcome, 30)) .. sub(record, 4, 12) .. pack('>I5', elapsed)
+      local extras = kept == 0 and 0 or kept == 1 and 16 or kept == 2 and 24 or 40 -- bytes of fingerprint and trace
+      if sub(record, 31 + extras, 46 + extras) == sub(outcome, 14, 29) and sub(record, 6, 12) == sub(outcome, 7, 13) then
+        -- Arithmetic on the 32-bit words of the headers; taking them apart as strings takes longer.
         local a, b, c, d, e, check = unpack('>I4I4I4I4I2I4', record)
-        local n, o, p, q = unpack('>I4I4I4I4', new)
+        local fence_high = b % 0x1000000
+        local elapsed = now - floor((fence_high * 4294967296 + c) / 1000)
+        elapsed = elapsed < 0 and 0 or elapsed > LONGEST and LONGEST or elapsed
+        local n = 0x3000000 + (code * 32 + kept + byte(outcome, 30)) * 0x10000 + a % 256 * 256 + floor(b / 0x1000000)
+        local o = fence_high * 256 + floor(c / 0x1000000)
+        local p = c % 0x1000000 * 256 + floor(elapsed / 4294967296)
+        local q = elapsed % 4294967296
         -- Derive the new check from the old one, so that a damaged header remains detectable.
         check = bxor(check, a, b, c, d, e, n, o, p, q, (unpack('>I4', record, 23 + extras)))
-        call('SET', key, new .. pack('>I4', check) .. sub(record, 23, 22 + extras) .. sub(outcome, 31), 'PX', ttl)
+        local new = pack('>I4I4I4I4I4', n, o, p, q, check) .. sub(record, 23, 22 + extras) .. sub(outcome, 31)
+        call('SET', key, new, 'PX', ttl)
         answer = 1
       end
-    elseif format == 3 and math.floor(was / 32) == code and sub(record, 5, 11) == sub(outcome, 7, 13)
+    elseif format == 3 and floor(was / 32) == code and sub(record, 5, 11) == sub(outcome, 7, 13)
       or format == 2 and was == code and sub(record, 6, 12) == sub(outcome, 7, 13) then
       -- The fence identifies the reservation, since settled records have no token.
       -- Write the same byte again, because WAIT covers only writes of its own connection.
-      call('SETRANGE', key, 0, char(format))
+      call('SETRANGE', key, 0, string.char(format))
       answer = 1
     end
   elseif record and not string.find(record.err, 'WRONGTYPE', 1, true) then
