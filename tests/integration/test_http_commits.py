@@ -123,7 +123,7 @@ def litestar_dishka(shop: Shop) -> Any:
         return shop.place(LitestarException(status_code=410))
 
     container = shop.container()
-    app = Litestar([place])
+    app = Litestar([place], logging_config=None)
     dishka_litestar.setup_dishka(container, app)
     app.asgi_handler = GUARD(app.asgi_handler, container=container, identity=anyone)
     return app
@@ -206,7 +206,7 @@ async def test_in_litestar_the_middleware_refuses_to_run_inside_dishkas(place: s
     async def order() -> dict[str, bool]:
         return shop.place(LitestarException(status_code=410))
 
-    app = Litestar([order], middleware=guard if place == "application" else [], debug=True)
+    app = Litestar([order], middleware=guard if place == "application" else [], debug=True, logging_config=None)
     dishka_litestar.setup_dishka(shop.container(), app)
     async with client_of(app) as client:
         response = await client.post("/orders", headers=KEY)

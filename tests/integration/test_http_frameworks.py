@@ -150,7 +150,7 @@ def _litestar(shop: Shop, *, route: list[Any] | None = None, application: list[A
     async def free(data: Annotated[NewOrder, Body()]) -> dict[str, object]:
         return await placed(data)
 
-    return Litestar([place, free], middleware=application or [])
+    return Litestar([place, free], middleware=application or [], logging_config=None)
 
 
 def litestar_application(shop: Shop) -> Any:

@@ -232,7 +232,7 @@ async def test_without_a_lifespan_the_constructor_raises_the_error(options: Any,
     with raises_error:
         Mount("/v1", routes=routes, middleware=[Middleware(GUARD, **options())])
     with raises_error:
-        Litestar(middleware=[DefineMiddleware(GUARD, **options())])
+        Litestar(middleware=[DefineMiddleware(GUARD, **options())], logging_config=None)
 
 
 def test_the_command_uvicorn_exits_with_an_error(tmp_path: Path) -> None:

@@ -287,10 +287,10 @@ class History:
     def _known_attempts(self, run: Run) -> int:
         """Return the number that the attempt of the next run must exceed.
 
-        If the record was lost, each delivery of the event, and each copy in a retry topic, knows only its own attempts
-        and those of the new record.
+        After a loss of the record, each delivery of the event, and each copy in a retry topic, knows only its own
+        attempts and those of the new record.
         """
-        return 1 if self.truth.losses[run.key] else run.attempt
+        return 1 if self.truth.losses[run.key] and run.excuses else run.attempt
 
     def judge_order(self, lanes: Iterable[list[str]]) -> None:
         """Check O: within a lane, first effects happen in the order of the first messages."""

@@ -29,7 +29,7 @@ from integr8s_idem.stores.redis.batches import MOST_KEYS, slices
 from integr8s_idem.stores.redis.cluster import RedisClusterClient
 from integr8s_idem.stores.redis.errors import guarded
 from integr8s_idem.stores.redis.round_trips import ReplicaWait, send
-from integr8s_idem.stores.redis.servers import AT_ONCE, Argument, Lazily, OneServer, Servers
+from integr8s_idem.stores.redis.servers import Argument, Lazily, OneServer, Servers
 
 _READ_AT_ONCE: Final = 200
 _COMPLETED: Final = bytes((codec.COMPLETED,))
@@ -58,9 +58,7 @@ class RecordsInRedis:
     async def _reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict | None]:
         """Reserve in one round trip; `None` for a request that must be sent again."""
         keys = [request.key for request in requests]
-        encode = batch_codec.encode_requests
-        # A single run has nothing to be sent meanwhile.
-        arguments = Lazily(encode, requests) if len(requests) > AT_ONCE else encode(requests)
+        arguments = Lazily(batch_codec.encode_requests, requests)
         with guarded("reserve", self._timeout):
             runs = await self._servers.run(scripts.RESERVE, keys, arguments, wait=self._wait)
         if len(runs) == 1:  # it has all keys, in order

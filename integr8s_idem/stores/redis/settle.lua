@@ -30,7 +30,8 @@ for i = 1, #KEYS do
       local kept = flags % 4
       local extras = kept == 0 and 0 or kept == 1 and 16 or kept == 2 and 24 or 40 -- bytes of fingerprint and trace
       if sub(record, 31 + extras, 46 + extras) == sub(outcome, 14, 29) and sub(record, 6, 12) == sub(outcome, 7, 13) then
-        -- Arithmetic on the 32-bit words of the headers; taking them apart as strings takes longer.
+        -- Both headers as 32-bit words, since taking them apart as strings takes longer.  The fence is the last three
+        -- bytes of `b`, and `c`; in the new header, it begins one byte earlier.
         local a, b, c, d, e, check = unpack('>I4I4I4I4I2I4', record)
         local fence_high = b % 0x1000000
         local elapsed = now - floor((fence_high * 4294967296 + c) / 1000)

@@ -126,7 +126,7 @@ def litestar_endpoint(bank: Bank) -> Any:
         check_lease()
         return bank.charge()
 
-    app = Litestar([charge])
+    app = Litestar([charge], logging_config=None)
     guarded: Any = app.asgi_handler
     app.asgi_handler = IdempotencyKeyMiddleware(guarded, bank.manager, identity=anyone)
     return app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from os import urandom
 from typing import Any
@@ -53,16 +54,22 @@ async def record_of(here: Guarded, parcel: int) -> IdempotencyRecord:
     return record
 
 
-@virtual_time
-async def test_a_suspect_that_does_not_crash_the_worker_runs_alone_and_is_handled() -> None:
-    here, depot, broker = guarded(max_attempts=2), Depot(seconds=3), sent(6)
-    await leave_crashes(here, 2, 4, times=9)
-
+def noting_concurrency(depot: Depot) -> tuple[dict[int, int], Callable[[ParcelSent], Awaitable[None]]]:
+    """Return how many other handlers were running when each parcel's began, and a handler that notes it."""
     concurrent: dict[int, int] = {}
 
     async def handle(event: ParcelSent) -> None:
         concurrent[event.number] = depot.running_now
         await depot.handle(event)
+
+    return concurrent, handle
+
+
+@virtual_time
+async def test_a_suspect_that_does_not_crash_the_worker_runs_alone_and_is_handled() -> None:
+    here, depot, broker = guarded(max_attempts=2), Depot(seconds=3), sent(6)
+    await leave_crashes(here, 2, 4, times=9)
+    concurrent, handle = noting_concurrency(depot)
 
     async with running(dispatcher_of(handle, here), broker, ordering="none", isolation_share=1) as worker:
         await worker.until(lambda: all_committed(worker))
@@ -94,11 +101,7 @@ async def test_a_suspect_whose_last_attempt_failed_runs_alone_too() -> None:
     await leave_crashes(here, 2, times=2)
     [failed] = await reserved_by_another(here, 2, timedelta(seconds=LEASE))
     assert await here.store.release([failed]) == [True]
-    concurrent: dict[int, int] = {}
-
-    async def handle(event: ParcelSent) -> None:
-        concurrent[event.number] = depot.running_now
-        await depot.handle(event)
+    concurrent, handle = noting_concurrency(depot)
 
     async with running(dispatcher_of(handle, here), broker, ordering="none", isolation_share=1) as worker:
         await worker.until(lambda: all_committed(worker))
