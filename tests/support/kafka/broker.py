@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
@@ -69,6 +70,9 @@ class ToolsMissingError(Exception):
 class Kafka:
     """A running broker at `bootstrap`."""
 
+    replicas: ClassVar[int] = 1
+    """Of each partition of a created topic."""
+
     def __init__(self, bootstrap: str) -> None:
         self._bootstrap = bootstrap
 
@@ -78,17 +82,35 @@ class Kafka:
         return self._bootstrap
 
     async def create_topics(self, partitions: Mapping[str, int], settings: Mapping[str, str] | None = None) -> None:
-        """Create topics with the given numbers of partitions and topic settings such as `retention.ms`."""
+        """Create topics with the given numbers of partitions and topic settings such as `retention.ms`.
+
+        Returns once a broker lists their leaders: it is told of them some time after the controller has answered.
+        """
         admin: Any = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
         new_topic: Any = NewTopic  # untyped in aiokafka
         await admin.start()
         try:
-            topics = [new_topic(name, count, 1, topic_configs=settings) for name, count in partitions.items()]
+            topics = [
+                new_topic(name, count, self.replicas, topic_configs=settings) for name, count in partitions.items()
+            ]
             answer = await admin.create_topics(topics)
             refused = [error for error in answer.topic_errors if error[1]]
             assert not refused, f"not created: {refused}"
+            async with asyncio.timeout(START_SECONDS):
+                while not set(partitions) <= await _led_topics(admin):
+                    await asyncio.sleep(0.02)
         finally:
             await admin.close()
+
+
+async def _led_topics(admin: Any) -> set[str]:
+    """Return the topics whose partitions all have a leader."""
+    topics = await admin.describe_topics()
+    return {
+        topic["topic"]
+        for topic in topics
+        if not topic["error_code"] and all(partition["leader"] >= 0 for partition in topic["partitions"])
+    }
 
 
 class KafkaBroker(Kafka):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
 from tests.support.kafka.broker import Kafka, KafkaBroker
 from tests.support.ports import reserve_port
@@ -25,6 +25,8 @@ _REPLICATED: Final = {
 
 class KafkaCluster(Kafka):
     """Brokers 1, 2 and 3, which are controllers as well."""
+
+    replicas: ClassVar[int] = 3
 
     def __init__(self, folder: Path) -> None:
         """Format three data folders in `folder`. Raises `ToolsMissingError`."""
@@ -53,19 +55,6 @@ class KafkaCluster(Kafka):
         """Send SIGKILL to all brokers."""
         for broker in self.brokers.values():
             broker.kill()
-
-    async def create_topics(self, partitions: Mapping[str, int], settings: Mapping[str, str] | None = None) -> None:
-        """Create topics with three replicas of each partition and the given topic settings."""
-        admin: Any = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
-        new_topic: Any = NewTopic  # untyped in aiokafka
-        await admin.start()
-        try:
-            topics = [new_topic(name, count, 3, topic_configs=settings) for name, count in partitions.items()]
-            answer = await admin.create_topics(topics)
-            refused = [error for error in answer.topic_errors if error[1]]
-            assert not refused, f"not created: {refused}"
-        finally:
-            await admin.close()
 
     async def coordinator_of(self, group: str) -> int:
         """Return the broker that coordinates `group`."""
