@@ -34,7 +34,8 @@ D = TypeVar("D", bound=BaseEvent)
 
 Invoke = Callable[[RegisteredHandler, Any], Awaitable[Any]]
 """Calls a handler with its `HandlerCall`, or a batch handler with its `BatchCall`, and opens and closes its
-dependencies.  `integrations.dishka` has one with a REQUEST scope."""
+dependencies.  It awaits `check_start()` of the call immediately before the handler: opening dependencies takes time,
+and the lease may expire meanwhile.  `integrations.dishka` has one with a REQUEST scope."""
 
 
 DelayedRetries: TypeAlias = Literal["block", "overtake"]

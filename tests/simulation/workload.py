@@ -153,6 +153,7 @@ class Handlers:
     async def __call__(self, handler: RegisteredHandler, call: HandlerCall) -> Any:
         process = PROCESS.get()
         assert process is not None
+        await call.check_start()  # as each `Invoke`: a process may have stalled since its reconcile function answered
         event, attempt = call.event, call.attempt
         event_id = event.event_id
         if self.history.reconciles or self.habits.overtaking is not None:

@@ -97,7 +97,7 @@ class Kafka:
             refused = [error for error in answer.topic_errors if error[1]]
             assert not refused, f"not created: {refused}"
             async with asyncio.timeout(START_SECONDS):
-                while not set(partitions) <= await _led_topics(admin):
+                while not set(partitions) <= await _led_topics(admin):  # noqa: ASYNC110  # brokers send no notification
                     await asyncio.sleep(0.02)
         finally:
             await admin.close()
