@@ -84,7 +84,7 @@ class Kafka:
     async def create_topics(self, partitions: Mapping[str, int], settings: Mapping[str, str] | None = None) -> None:
         """Create topics with the given numbers of partitions and topic settings such as `retention.ms`.
 
-        Returns once a broker lists their leaders: it is told of them some time after the controller has answered.
+        Returns once a broker lists their leaders, which it learns some time after the controller has answered.
         """
         admin: Any = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
         new_topic: Any = NewTopic  # untyped in aiokafka
