@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
 
 import redis
@@ -68,8 +69,12 @@ class RawRedis:
         self._client = env.plain_client()
 
     async def once(self, key: str) -> None:
+        await self.run(key, self._work)
+
+    async def run(self, key: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Do `work` if the key is new."""
         if await self._client.set(key, _PROCESSING, nx=True, ex=_LEASE_SECONDS):
-            await self._work()
+            await work()
             ensure(await self._client.set(key, _DONE, keepttl=True), key)
 
     async def _work(self) -> None:

@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from redis.asyncio import Redis
 from starlette.types import Message
 
 from benchmarks.contestants import ensure
+from benchmarks.guards import RawRedis
 from benchmarks.measuring import Flat
 from benchmarks.places import redis_environment
 from benchmarks.rounds import Comparison, Measured, Options, Progress, Turn, compare, fresh_keys, run_concurrently
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, by_authorization
 
-KEYS: Final = ("http_guarded",)
+KEYS: Final = ("http_guarded", "http_by_hand")
 CONCURRENCY: Final = 32
 ANSWER: Final = b'{"receipt":"receipt-1"}'
 BODY: Final = b'{"order_id": "order-1", "quantity": 3}'
@@ -49,19 +50,27 @@ SCOPE: Final[dict[str, Any]] = {
 
 
 class Application:
-    """A FastAPI application with an endpoint that does nothing, guarded if it has a manager."""
+    """A FastAPI application with an endpoint that does nothing, guarded if it has a manager, or by hand."""
 
-    def __init__(self, manager: IdempotencyManager | None = None) -> None:
+    def __init__(self, manager: IdempotencyManager | None = None, by_hand: RawRedis | None = None) -> None:
         self.handled = 0
         self._app = app = FastAPI()
 
-        @app.post("/orders")
         async def order() -> dict[str, str]:
             self.handled += 1
             return {"receipt": "receipt-1"}
 
+        async def order_by_hand(request: Request) -> dict[str, str]:
+            assert by_hand is not None
+            await by_hand.run(request.headers["idempotency-key"], self._count)
+            return {"receipt": "receipt-1"}
+
+        app.post("/orders")(order if by_hand is None else order_by_hand)
         if manager is not None:
             app.add_middleware(IdempotencyKeyMiddleware, manager=manager, identity=by_authorization, required=True)
+
+    async def _count(self) -> None:
+        self.handled += 1
 
     async def order(self, key: str) -> list[tuple[bytes, bytes]]:
         """Send an order as a server would, check the answer, and return its headers."""
@@ -80,7 +89,7 @@ class Application:
 
 
 def bare(app: Application, keys: Iterator[str]) -> Turn:
-    """Create a turn of requests that are not guarded."""
+    """Create a turn of new keys, without a look at the records."""
 
     async def turn(seconds: float) -> Measured:
         before = app.handled
@@ -116,7 +125,8 @@ async def measure(options: Options, progress: Progress) -> Flat:
                 Application(await env.manager("bench")), fresh_keys("guarded"), env.plain_client()
             ),
             "endpoint": bare(Application(), fresh_keys("bare")),
+            "endpoint_by_hand": bare(Application(by_hand=RawRedis(env)), fresh_keys("by-hand")),
         }
-        figures = {"http_guarded": ("guarded_endpoint", "endpoint")}
+        figures = {"http_guarded": ("guarded_endpoint", "endpoint"), "http_by_hand": ("endpoint_by_hand", "endpoint")}
         comparison = Comparison("http_fresh_c32", turns, figures, by_cpu=True)
         return await compare(comparison, options, progress) | {"http.server": env.version}

@@ -21,6 +21,7 @@ from faststream import AckPolicy
 from faststream.kafka import KafkaBroker as FastStreamBroker
 
 from benchmarks.contestants import ensure
+from benchmarks.guards import RawRedis
 from benchmarks.measuring import Flat
 from benchmarks.observers import SpansOfSdk, Telemetry
 from benchmarks.places import RedisEnvironment, redis_environment
@@ -46,6 +47,7 @@ from tests.support.kafka.broker import Kafka, KafkaBroker
 
 KEYS: Final = (
     "kafka_noop",
+    "kafka_by_hand",
     "kafka_default_order",
     "kafka_1ms",
     "kafka_vs_raw_loop",
@@ -68,6 +70,8 @@ ACK_ONE_IN: Final = 10
 
 NOOP: Final = ServiceSettings(ordering="none", concurrency=1_000, max_in_flight=2_000)
 BY_PARTITION: Final = ServiceSettings(ordering="partition", concurrency=1_000, max_in_flight=2_000)
+BY_HAND: Final = ServiceSettings(ordering="none", concurrency=64, max_in_flight=2_000)
+"""Fewer handlers at once, since each of them takes a connection of redis-py."""
 ONE_MS: Final = ServiceSettings(ordering="none", concurrency=64, max_in_flight=2_000)
 BROKER: Final = {"group.coordinator.append.linger.ms": "0"}
 """Disables the five milliseconds that each commit waits for others in Kafka 4.0 and 4.1, but not in other versions
@@ -173,6 +177,17 @@ class Topic:
         """Run the same service without a guard."""
         handler = Handler(self.events, pause)
         return await self.serve(EventDispatcher(router_of(handler), scope="bench"), service, handler)
+
+    async def by_hand(self, _: float, *, redis: RawRedis) -> Measured:
+        """Run the same service without a guard, with a handler that is guarded by hand."""
+        handler, scope = Handler(self.events), new_scope()
+        router = EventRouter()
+
+        @router.on(OrderPlaced)
+        async def ship(event: OrderPlaced) -> None:
+            await redis.run(f"{scope}:{event.event_id}", partial(handler.handle, event))
+
+        return await self.serve(EventDispatcher(router, scope="bench"), BY_HAND, handler)
 
     async def serve(
         self,
@@ -335,7 +350,7 @@ async def measure(options: Options, progress: Progress) -> Flat:
         await topic.check_duplicates_are_refused()
         with Telemetry() as telemetry:
             sdk = SpansOfSdk()
-            for comparison in _comparisons(topic, telemetry, sdk):
+            for comparison in _comparisons(topic, RawRedis(env), telemetry, sdk):
                 results |= await compare(comparison, options, progress)
             if telemetry.turns:
                 telemetry.check(telemetry.turns * topic.events)
@@ -345,7 +360,7 @@ async def measure(options: Options, progress: Progress) -> Flat:
         return results | {"kafka.server": topic.server(env), "kafka.events": topic.events}
 
 
-def _comparisons(topic: Topic, telemetry: Telemetry, sdk: SpansOfSdk) -> list[Comparison]:
+def _comparisons(topic: Topic, redis: RawRedis, telemetry: Telemetry, sdk: SpansOfSdk) -> list[Comparison]:
     async def with_telemetry(seconds: float) -> Measured:
         telemetry.turns += 1
         return await topic.idempotent(seconds, observer=telemetry.observer)
@@ -354,6 +369,7 @@ def _comparisons(topic: Topic, telemetry: Telemetry, sdk: SpansOfSdk) -> list[Co
         "idempotent": topic.idempotent,
         "by_partition": partial(topic.idempotent, service=BY_PARTITION),
         "plain": topic.plain,
+        "plain_by_hand": partial(topic.by_hand, redis=redis),
         "raw_loop": topic.raw_loop,
         "faststream_ack_first": partial(topic.faststream, policy=AckPolicy.ACK_FIRST),
         "faststream_ack": partial(topic.faststream, policy=AckPolicy.ACK, one_in=ACK_ONE_IN),
@@ -366,6 +382,7 @@ def _comparisons(topic: Topic, telemetry: Telemetry, sdk: SpansOfSdk) -> list[Co
     }
     figures = {
         "kafka_noop": ("idempotent", "plain"),
+        "kafka_by_hand": ("plain_by_hand", "plain"),
         "kafka_default_order": ("by_partition", "idempotent"),
         "kafka_vs_raw_loop": ("idempotent", "raw_loop"),
         "kafka_vs_faststream": ("idempotent", "faststream_ack_first"),

@@ -83,6 +83,10 @@ _TARGETS: Final[Mapping[str, Target]] = {
 }
 
 RATIOS: Final[Mapping[str, str]] = {
+    "kafka_by_hand": "plain service whose handler calls redis-py twice, by hand ÷ plain service, no-op handler",
+    "http_by_hand": (
+        "CPU time of a FastAPI endpoint that does nothing, without the guard ÷ with two redis-py calls, 32 at once"
+    ),
     "telemetry_bound": "idempotent service, with spans of a tenth of its events by the SDK alone ÷ without telemetry",
     "speedups": "idempotent service with the native code ÷ the same service without it",
     "faststream_guarded": "FastStream's subscriber with the guard ÷ the same without it, both `NACK_ON_ERROR`",
@@ -152,6 +156,7 @@ GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
         _EFFECTS,
     ),
     "plain": ("offsets are committed after the handler has finished; retries, dead letters", _UNGUARDED),
+    "plain_by_hand": (f"as `plain`; {_BY_HAND[0]}", _BY_HAND[1]),
     "raw_loop": (
         "in order; offsets are committed after each poll",
         _UNGUARDED + "; a failing handler ends the loop",
@@ -169,6 +174,7 @@ GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
     "faststream_nack": ("in order; each message is committed after its handler, or redelivered", _UNGUARDED),
     "guarded_endpoint": _GUARDED,
     "endpoint": ("none", _UNGUARDED),
+    "endpoint_by_hand": _BY_HAND,
     "guarded_core": (_TOGETHER, _CROSSING),
     "guarded_session": (_TOGETHER, _CROSSING),
     "handler": (f"{_TOGETHER}; attempts counted, outgoing events committed with it", _CROSSING),
