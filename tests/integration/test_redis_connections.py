@@ -177,8 +177,8 @@ async def test_only_recently_used_connections_of_this_loop_are_not_checked(
     else:
         another = asyncio.new_event_loop()
         another.close()
-        [(_, _, since)] = pool._ready
-        pool._ready[:] = [(connection, another, since)]
+        [ready] = pool._ready
+        ready.loop = another
     assert await pool.get_connection() is connection
     assert checked == [connection]
 

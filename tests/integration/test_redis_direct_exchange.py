@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from integr8s_idem.config import RedisStoreSettings
-from integr8s_idem.stores.redis import redis_client, round_trips
+from integr8s_idem.stores.redis import pools, redis_client, round_trips
 from integr8s_idem.stores.redis.direct_exchange import DirectExchange, direct_exchange
 from integr8s_idem.stores.redis.round_trips import send
 from tests.support.fault_proxy import Cut, Drip, FaultProxy
@@ -58,6 +58,66 @@ async def test_requests_bypass_the_drivers_stream_and_leave_it_usable(client: Re
         assert await client.get("k") == str(number).encode()
 
     assert (counted.direct, counted.by_driver) == (5, 0)
+
+
+async def test_an_exchange_stays_attached_until_the_driver_takes_its_connection(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attached: list[Any] = []
+
+    def attach(*arguments: Any) -> Any:
+        attached.append(direct_exchange(*arguments))
+        return attached[-1]
+
+    monkeypatch.setattr(pools, "direct_exchange", attach)
+    for _ in range(5):
+        await send(client, [("ECHO", "one")])
+    [first] = attached
+    assert first.is_usable
+
+    await client.ping()
+
+    assert not first.is_usable
+    assert await send(client, [("ECHO", "two")]) == [b"two"]
+    assert len(attached) == 2
+
+
+@pytest.mark.parametrize("sent", [b"+unexpected\r\n", b""], ids=["unrequested", "end"])
+async def test_what_the_server_sends_between_requests_is_no_answer(sent: bytes, counted: Counted) -> None:
+    """The driver gets it: bytes that nobody requested, or the end of the connection."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        while data := await reader.read(1 << 16):
+            name = b"two" if b"two" in data else b"one"
+            writer.write(b"$3\r\n%b\r\n" % name if b"ECHO" in data else b"+OK\r\n" * max(1, data.count(b"\r\n*") + 1))
+        writer.close()
+
+    connections: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}?protocol=2"
+    client = redis_client(RedisStoreSettings(url=url))
+    try:
+        assert await send(client, [("ECHO", "one")]) == [b"one"]
+        pool: Any = client.connection_pool
+        [ready] = pool._ready
+        exchange = ready.exchange
+        assert exchange is not None
+        if sent:
+            connections[0].write(sent)
+        else:
+            connections[0].close()
+        async with asyncio.timeout(10):
+            while exchange.is_usable:  # noqa: ASYNC110  # the transport sends no notification
+                await asyncio.sleep(0)
+
+        assert await send(client, [("ECHO", "two")]) == [b"two"]
+    finally:
+        await client.aclose()
+        server.close()
+        await asyncio.gather(*(each.wait_closed() for each in connections))
+
+    assert len(connections) == 2
 
 
 async def test_large_requests_and_answers_are_complete(client: Redis, counted: Counted) -> None:
@@ -167,7 +227,7 @@ async def test_connections_that_are_not_as_expected_are_left_to_the_driver(clien
 async def test_the_driver_gets_the_same_answers(
     client: Redis, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(round_trips, "direct_exchange", lambda *_: None)
+    monkeypatch.setattr(pools, "direct_exchange", lambda *_: None)
 
     assert await send(client, [("SET", "k", "one"), ("GET", "k")]) == [b"OK", b"one"]
     assert (counted.direct, counted.by_driver) == (0, 1)

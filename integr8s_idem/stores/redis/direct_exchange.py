@@ -1,8 +1,8 @@
-"""Send a request over a connection of the driver, and pass the responses directly to its parser.
+"""Send requests over a connection of the driver, and pass the responses directly to its parser.
 
-The driver reads through an asyncio stream, which takes eight function calls per response.  During a request, the
-transport reports to a `DirectExchange` instead, which feeds the same parser.  Connecting, TLS, authentication and
-retries remain the driver's.
+The driver reads through an asyncio stream, which takes eight function calls per response.  From its first request on, a
+transport reports to a `DirectExchange` instead, which feeds the same parser, until the connection returns to the driver
+or a request fails.  Connecting, TLS, authentication and retries remain the driver's.
 
 Transport and parser are not public attributes of a connection.  `direct_exchange` checks that they are as expected, and
 that nothing is left to read; otherwise it returns `None`, and the driver's own methods are to be used.
@@ -25,7 +25,7 @@ _PUSH: Final[type[Any] | None] = getattr(hiredis, "PushNotification", None)
 
 
 class DirectExchange(asyncio.Protocol):
-    """One request and its responses."""
+    """The requests of one connection, one after the other, and their responses."""
 
     def __init__(
         self, transport: asyncio.Transport, reader: Any, pending: object, loop: asyncio.AbstractEventLoop
@@ -35,13 +35,18 @@ class DirectExchange(asyncio.Protocol):
             reader: Parses the responses.
             pending: What it returns if it needs more data.
         """
+        self.is_usable = True
+        """Whether it can send another request: not after a failure, or if the server sent something on its own."""
         self._transport = transport
         self._usual: Any = transport.get_protocol()
         self._reader = reader
         self._pending = pending
+        self._loop = loop
         self._number = 0
         self._answers: list[Any] = []
-        self._done: asyncio.Future[None] = loop.create_future()
+        self._done: asyncio.Future[None] | None = None
+        """Resolved with the last response; `None` between requests."""
+        transport.set_protocol(self)
 
     async def request(self, packed: bytes, number: int) -> list[Any]:
         """Send commands, and return their `number` responses; a refusal of the server is an error among them.
@@ -51,36 +56,52 @@ class DirectExchange(asyncio.Protocol):
             redis.exceptions.InvalidResponse: The response is not valid.
         """
         self._number = number
-        self._transport.set_protocol(self)
+        answers: list[Any] = []
+        self._answers = answers
+        self._done = self._loop.create_future()
         try:
             self._transport.write(packed)
             await self._done
-        finally:
-            if not self._transport.is_closing():
-                self._transport.set_protocol(self._usual)
-        for answer in self._answers:
-            if isinstance(answer, LostConnectionError):
-                raise answer
-        return self._answers
+            for answer in answers:
+                if isinstance(answer, LostConnectionError):
+                    raise answer
+        except BaseException:
+            self.detach()
+            raise
+        self._done = None
+        return answers
+
+    def detach(self) -> None:
+        """Let the transport report to the driver again."""
+        self.is_usable = False
+        if not self._transport.is_closing() and self._transport.get_protocol() is self:
+            self._transport.set_protocol(self._usual)
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes."""
+        if self._done is None:  # nothing was requested, so the driver has to decide
+            self.detach()
+            self._usual.data_received(data)
+            return
         try:
-            self._parse(data)
+            self._parse(data, self._done)
         except Exception as error:  # noqa: BLE001  # raised by `request`
             self._fail(error)
 
-    def _parse(self, data: bytes) -> None:
-        self._reader.feed(data)
-        while len(self._answers) < self._number:
-            answer = self._reader.gets()
+    def _parse(self, data: bytes, done: asyncio.Future[None]) -> None:
+        reader, answers = self._reader, self._answers
+        reader.feed(data)
+        while len(answers) < self._number:
+            answer = reader.gets()
             if answer is self._pending:
                 return
             if _PUSH is not None and isinstance(answer, _PUSH):
                 raise LostConnectionError("the server sent a push message during a request")
-            self._answers.append(answer)
-        if not self._done.done():
-            self._done.set_result(None)
+            answers.append(answer)
+        if reader.has_data():
+            self.is_usable = False
+        if not done.done():
+            done.set_result(None)
 
     def eof_received(self) -> bool | None:
         """Note that the server has closed the connection."""
@@ -102,12 +123,13 @@ class DirectExchange(asyncio.Protocol):
         self._usual.resume_writing()
 
     def _fail(self, error: Exception) -> None:
-        if not self._done.done():
+        self.is_usable = False
+        if self._done is not None and not self._done.done():
             self._done.set_exception(error)
 
 
 def direct_exchange(connection: Any, loop: asyncio.AbstractEventLoop) -> DirectExchange | None:
-    """Return an exchange over `connection`; `None` if the driver's own methods are to be used.
+    """Attach an exchange to `connection`; `None` if the driver's own methods are to be used.
 
     `loop`: the running event loop.
     """

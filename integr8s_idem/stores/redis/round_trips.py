@@ -12,9 +12,8 @@ import hiredis
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, ResponseError
 
-from integr8s_idem.stores.redis.direct_exchange import direct_exchange
 from integr8s_idem.stores.redis.errors import TooFewReplicasError
-from integr8s_idem.stores.redis.pools import QuickPool
+from integr8s_idem.stores.redis.pools import QuickPool, ReadyConnection
 from integr8s_idem.stores.redis.scripts import LOADS, Command, Script, command_of
 
 CommandSource = Command | Callable[[], Command]
@@ -70,31 +69,30 @@ async def _exchange(pool: Any, commands: Sequence[CommandSource]) -> list[Any]:
     """Send commands over a connection of the pool; `execute_command` and pipelines of the driver take twice as long."""
     quick = pool if isinstance(pool, QuickPool) else None
     loop = asyncio.get_running_loop()
-    connection = (quick and quick.take_ready(loop)) or await pool.get_connection()
+    ready = (quick and quick.take_ready(loop)) or ReadyConnection(await pool.get_connection(), loop)
     try:
         try:
-            return await _send_all(connection, commands, loop)
+            return await _send_all(ready, commands)
         except Exception as error:  # noqa: BLE001  # raised again unless the driver retries it
-            return await _retried(connection, commands, loop, error)
+            return await _retried(ready, commands, error)
     except BaseException:
         # The next user of the connection would read the answers that are still unread.
-        await connection.disconnect(nowait=True)
+        await ready.detached().disconnect(nowait=True)
         raise
     finally:
-        if quick is None or not quick.keep_ready(connection, loop):
-            await pool.release(connection)
+        if quick is None or not quick.keep_ready(ready):
+            await pool.release(ready.detached())
 
 
-async def _retried(
-    connection: Any, commands: Sequence[CommandSource], loop: asyncio.AbstractEventLoop, failure: Exception
-) -> list[Any]:
+async def _retried(ready: ReadyConnection, commands: Sequence[CommandSource], failure: Exception) -> list[Any]:
     """Send commands again as often as the driver retries, after a first attempt that ended with `failure`."""
     failures = [failure]
+    connection = ready.detached()
 
     async def attempt() -> list[Any]:
         if failures:
             raise failures.pop()
-        return await _send_all(connection, commands, loop)
+        return await _send_all(ready, commands)
 
     answers: list[Any] = await connection.retry.call_with_retry(attempt, lambda _: connection.disconnect())
     return answers
@@ -107,19 +105,18 @@ def _pack(command: Command) -> bytes:
 def _packed(commands: Sequence[CommandSource]) -> bytes | None:
     """Return the bytes of commands, unless there are some to be created while others are executed."""
     if len(commands) == 1:
-        return None if callable(commands[0]) else _pack(commands[0])
+        command = commands[0]
+        return command if isinstance(command, bytes) else None if callable(command) else _pack(command)
     if any(map(callable, commands)):
         return None
     return b"".join([_pack(command) for command in commands if not callable(command)])
 
 
-def _send_all(
-    connection: Any, commands: Sequence[CommandSource], loop: asyncio.AbstractEventLoop
-) -> Coroutine[Any, Any, list[Any]]:
-    exchange = direct_exchange(connection, loop)
+def _send_all(ready: ReadyConnection, commands: Sequence[CommandSource]) -> Coroutine[Any, Any, list[Any]]:
+    exchange = ready.attached()
     if exchange is not None and (packed := _packed(commands)) is not None:
         return exchange.request(packed, len(commands))
-    return _send_by_driver(connection, commands)
+    return _send_by_driver(ready.detached(), commands)
 
 
 async def _send_by_driver(connection: Any, commands: Sequence[CommandSource]) -> list[Any]:
