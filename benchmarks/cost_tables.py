@@ -96,7 +96,12 @@ def _order(results: Results) -> str:
 
 
 def _frames(results: Results) -> str:
-    kinds = {"": "guarded", "by_partition.": 'guarded, `ordering = "partition"`', "plain.": "without the guard"}
+    kinds = {
+        "": "guarded",
+        "by_partition.": 'guarded, `ordering = "partition"`',
+        "plain.": "without the guard",
+        "by_hand.": "by hand: pydantic, and a task for each event",
+    }
     rows = [
         [text, *(_optional(results, f"frames.{kind}{what}") for what in ("calls", "allocations", "bytes_in_flight"))]
         for kind, text in kinds.items()

@@ -13,8 +13,8 @@ import gc
 import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeAlias
@@ -77,18 +77,9 @@ class Services:
     async def bytes_in_flight(self, records: Records, *, guarded: bool = True) -> float:
         """Return the bytes that each event takes while its handler waits, without its message."""
         waiting = Waiting(sum(map(len, records.values())))
-        gc.collect()
-        tracemalloc.start()
-        try:
+        with traced():
             async with self._worker(waiting, records, WAITING, guarded=guarded):
-                before, _ = tracemalloc.get_traced_memory()
-                await waiting.wait()
-                gc.collect()
-                after, _ = tracemalloc.get_traced_memory()
-                waiting.gate.set()
-        finally:
-            tracemalloc.stop()
-        return (after - before) / waiting.events
+                return await waiting.bytes_per_event()
 
     @asynccontextmanager
     async def _worker(
@@ -121,6 +112,43 @@ class Waiting(Handler):
     async def handle(self, event: OrderPlaced) -> None:
         await super().handle(event)
         await self.gate.wait()
+
+    async def bytes_per_event(self) -> float:
+        """Return the memory that is traced until all handlers wait, and let them go on."""
+        before, _ = tracemalloc.get_traced_memory()
+        await self.wait()
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+        self.gate.set()
+        return (after - before) / self.events
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    """Trace the memory that the block allocates."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
+async def bytes_by_hand(records: Records) -> float:
+    """Return the bytes of an event that pydantic decodes, while its handler waits in a task of its own."""
+    messages = [record.value for found in records.values() for record in found]
+    waiting = Waiting(len(messages))
+
+    async def handle_all() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for message in messages:
+                tasks.create_task(waiting.handle(OrderPlaced.model_validate_json(message)))
+
+    with traced():
+        handling = asyncio.create_task(handle_all())
+        found = await waiting.bytes_per_event()
+        await handling
+    return found
 
 
 async def count_calls(run: Awaitable[None]) -> Calls:
@@ -176,6 +204,7 @@ async def measure(_: Options, progress: Progress) -> Flat:
         for name, guarded in (("", True), ("plain.", False)):
             in_flight = await services.bytes_in_flight(records_of(WAITING.concurrency), guarded=guarded)
             results[f"frames.{name}bytes_in_flight"] = round(in_flight)
+        results["frames.by_hand.bytes_in_flight"] = round(await bytes_by_hand(records_of(WAITING.concurrency)))
     progress(", ".join(f"{name} {value}" for name, value in results.items()))
     return results
 
