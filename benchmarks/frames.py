@@ -136,7 +136,7 @@ def traced() -> Iterator[None]:
 
 async def bytes_by_hand(records: Records) -> float:
     """Return the bytes of an event that pydantic decodes, while its handler waits in a task of its own."""
-    messages = [record.value for found in records.values() for record in found]
+    messages = [record.value or b"" for found in records.values() for record in found]
     waiting = Waiting(len(messages))
 
     async def handle_all() -> None:
