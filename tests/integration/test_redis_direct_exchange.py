@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,42 +84,78 @@ async def test_an_exchange_stays_attached_until_the_driver_takes_its_connection(
     assert len(attached) == 2
 
 
-@pytest.mark.parametrize("sent", [b"+unexpected\r\n", b""], ids=["unrequested", "end"])
-async def test_what_the_server_sends_between_requests_is_no_answer(sent: bytes, counted: Counted) -> None:
-    """The driver gets it: bytes that nobody requested, or the end of the connection."""
+class Inserting:
+    """A proxy for Redis that inserts bytes which nobody requested into what the client receives."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(writer)
-        while data := await reader.read(1 << 16):
-            name = b"two" if b"two" in data else b"one"
-            writer.write(b"$3\r\n%b\r\n" % name if b"ECHO" in data else b"+OK\r\n" * max(1, data.count(b"\r\n*") + 1))
-        writer.close()
+    def __init__(self, address: Path) -> None:
+        self.clients: list[asyncio.StreamWriter] = []
+        self.after: dict[bytes, bytes] = {}
+        """Bytes to insert, once, after an answer that contains other bytes."""
+        self._address = address
+        self._serving = set[asyncio.Task[Any]]()
 
-    connections: list[asyncio.StreamWriter] = []
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}?protocol=2"
-    client = redis_client(RedisStoreSettings(url=url))
-    try:
-        assert await send(client, [("ECHO", "one")]) == [b"one"]
+    @asynccontextmanager
+    async def started(self) -> AsyncIterator[str]:
+        """Accept connections; yield the port."""
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        try:
+            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+            for each in self.clients:
+                each.close()
+            await asyncio.wait(self._serving)
+
+    async def _serve(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
+        self.clients.append(client)
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        answers, requests = await asyncio.open_unix_connection(self._address)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._pass_on(reader, requests, {}))
+            tasks.create_task(self._pass_on(answers, client, self.after))
+
+    async def _pass_on(
+        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, after: dict[bytes, bytes]
+    ) -> None:
+        while data := await source.read(1 << 16):
+            found = next((text for text in after if text in data), None)
+            target.write(data if found is None else data + after.pop(found))
+        target.close()
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize(
+    "inserted", [b"$5\r\nwrong\r\n", b"+OK", b">1\r\n$4\r\nnews\r\n"], ids=["answer", "part", "push"]
+)
+@pytest.mark.parametrize("when", ["with an answer", "between requests", "end"])
+async def test_what_nobody_requested_is_no_answer(
+    redis_server: RedisServer, when: str, inserted: bytes, protocol: int
+) -> None:
+    assert isinstance(redis_server.address, Path)
+    proxy = Inserting(redis_server.address)
+    async with proxy.started() as address:
+        client = redis_client(RedisStoreSettings(url=f"redis://{address}?protocol={protocol}"))
         pool: Any = client.connection_pool
+        if when == "with an answer":
+            proxy.after[b"first"] = inserted
+        assert await send(client, [("ECHO", "first")]) == [b"first"]
         [ready] = pool._ready
-        exchange = ready.exchange
-        assert exchange is not None
-        if sent:
-            connections[0].write(sent)
-        else:
-            connections[0].close()
+        if when == "between requests":
+            proxy.clients[0].write(inserted)
+        elif when == "end":
+            proxy.clients[0].close()
         async with asyncio.timeout(10):
-            while exchange.is_usable:  # noqa: ASYNC110  # the transport sends no notification
+            while ready.exchange.is_usable:  # noqa: ASYNC110  # the transport sends no notification
                 await asyncio.sleep(0)
 
-        assert await send(client, [("ECHO", "two")]) == [b"two"]
-    finally:
+        for number in range(3):
+            assert await send(client, [("ECHO", str(number))]) == [str(number).encode()]
+        assert await client.echo("driver") == b"driver"
         await client.aclose()
-        server.close()
-        await asyncio.gather(*(each.wait_closed() for each in connections))
 
-    assert len(connections) == 2
+    assert len(proxy.clients) == 2
 
 
 async def test_large_requests_and_answers_are_complete(client: Redis, counted: Counted) -> None:

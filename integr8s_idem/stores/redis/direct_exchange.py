@@ -79,9 +79,8 @@ class DirectExchange(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes."""
-        if self._done is None:  # nothing was requested, so the driver has to decide
-            self.detach()
-            self._usual.data_received(data)
+        if self._done is None:
+            self._reject_unrequested()
             return
         try:
             self._parse(data, self._done)
@@ -99,7 +98,7 @@ class DirectExchange(asyncio.Protocol):
                 raise LostConnectionError("the server sent a push message during a request")
             answers.append(answer)
         if reader.has_data():
-            self.is_usable = False
+            self._reject_unrequested()
         if not done.done():
             done.set_result(None)
 
@@ -121,6 +120,11 @@ class DirectExchange(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Pass the call on to the driver's stream, which counts it."""
         self._usual.resume_writing()
+
+    def _reject_unrequested(self) -> None:
+        """Close the connection: what nobody requested could be taken for the answer to the next request."""
+        self.is_usable = False
+        self._transport.close()
 
     def _fail(self, error: Exception) -> None:
         self.is_usable = False

@@ -29,6 +29,11 @@ class ReadyConnection:
         self.since = 0.0
         """When it was last used, by `time.monotonic`."""
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the server has closed the connection, or has sent something that nobody requested."""
+        return self.exchange is not None and not self.exchange.is_usable
+
     def attached(self) -> DirectExchange | None:
         """Return an exchange over the connection; `None` if the driver's own methods are to be used."""
         if self.exchange is None or not self.exchange.is_usable:
@@ -63,9 +68,7 @@ class QuickPool(BlockingConnectionPool):
         ready = self._ready[-1]
         if ready.loop is not loop or monotonic() - ready.since >= FRESH_SECONDS:
             return None
-        if ready.exchange is not None and not ready.exchange.is_usable:
-            return None  # the server has closed it, or has sent something that nobody requested
-        return self._ready.pop()
+        return None if ready.is_broken else self._ready.pop()
 
     def keep_ready(self, ready: ReadyConnection) -> bool:
         """Keep a connection for the next `take_ready`; `False` if it must be released."""
