@@ -42,6 +42,15 @@ from integr8s_idem.worker.value_limits import ValueLimits
 MOST_BATCHES: Final = 2
 """Maximum concurrent batches: one waits for the store while the next is decoded."""
 
+SHARE: Final = 4
+"""While fewer slots are free than one in four, a batch waits for others to become free, which its round trip serves."""
+
+ENOUGH: Final = 64
+"""Free slots with which a batch begins, however many there are."""
+
+LONGEST_WAIT: Final = 0.001
+"""Seconds that a batch waits for free slots.  Handlers that take longer than a few of them do not miss those."""
+
 
 class Pipeline:
     """Handles deliveries, and reports when each has ended."""
@@ -85,6 +94,10 @@ class Pipeline:
         self._is_starting = False
         self._batches = 0
         self._is_scheduled = False
+        self._enough = min(processor.slots.number // SHARE, ENOUGH)
+        """Free slots for which a batch waits."""
+        self._waiting: asyncio.TimerHandle | None = None
+        """Begins the batch that waits for slots."""
         self._context = copy_context()
         """Context that handlers inherit from the service, without changes by earlier handlers."""
 
@@ -129,9 +142,15 @@ class Pipeline:
 
     def _schedule(self) -> None:
         """Start a batch in the next iteration of the event loop, so that it includes all deliveries of this one."""
-        if self._ready and not self._is_scheduled and self._batches < MOST_BATCHES:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._begin_batch, context=self._context)
+        if not self._ready or self._is_scheduled or self._batches >= MOST_BATCHES:
+            return
+        if 0 < self._slots.free < self._enough and self._slots.free < len(self._ready):
+            if self._waiting is None:
+                loop = asyncio.get_running_loop()
+                self._waiting = loop.call_later(LONGEST_WAIT, self._begin_batch, context=self._context)
+            return
+        self._is_scheduled = True
+        asyncio.get_running_loop().call_soon(self._begin_batch, context=self._context)
 
     def _resume(self) -> None:
         """Continue after the isolation gate has opened."""
@@ -144,6 +163,9 @@ class Pipeline:
 
     def _begin_batch(self) -> None:
         self._is_scheduled = False
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
         if self._isolation.is_closed:
             return  # leases of a batch reserved now would lapse if the suspect crashes the process
         taken: deque[Delivery | WorkItem] = deque()

@@ -15,6 +15,7 @@ class Slots:
     """
 
     def __init__(self, number: int) -> None:
+        self.number = number
         self.free = number
         """How many can be acquired."""
         self._waiting: deque[asyncio.Future[None]] = deque()
