@@ -24,6 +24,7 @@ from uuid import UUID
 import pydantic_core
 
 from integr8s_idem.errors import InvalidKeyError
+from integr8s_idem.functions.arguments import Arguments, function_of_arguments, takes_no_argument
 from integr8s_idem.keys import escaped
 from integr8s_idem.keys.field_sets import annotation_at, field_set_of_parts, field_set_of_value
 from integr8s_idem.keys.fingerprints import canonical_json, fingerprint, fingerprint_of_fields
@@ -39,20 +40,6 @@ _COMMON_IN_VALUES: Final = "-._~@+,/"
 
 _KEY_TYPES: Final = (str, int, UUID, Decimal, date, time)
 """Types whose equal values have equal text in every process."""
-
-
-class Arguments:
-    """The arguments of one call, as passed and by parameter name with defaults.
-
-    `injected`: a framework injects further arguments into the function, so required ones may be missing.
-    """
-
-    def __init__(
-        self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, injected: bool = False
-    ) -> None:
-        bound = (signature.bind_partial if injected else signature.bind)(*args, **kwargs)
-        bound.apply_defaults()
-        self.args, self.kwargs, self.named = args, kwargs, bound.arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +92,11 @@ def key_maker(source: KeySource, signature: inspect.Signature, name: str) -> Cal
     if isinstance(source, str):
         return _template(source, signature, name)
     if callable(source):
+        if signature.parameters and takes_no_argument(source, signature):
+            raise InvalidKeyError(
+                f"the key function takes none of the arguments: all calls of {name} would have the same key. Let it "
+                f"take one of {', '.join(signature.parameters)}"
+            )
         return function_of_arguments(source, signature)
     if not source:
         raise InvalidKeyError(f"the list of fields is empty: all calls of {name} would have the same key")
@@ -166,22 +158,6 @@ def _annotations(function: Callable[..., Any] | None) -> dict[str, Any]:
         return get_type_hints(function) if function is not None else {}
     except (NameError, TypeError):  # imported for type checkers only, or not a function
         return {}
-
-
-def function_of_arguments(make: Callable[..., Any], signature: inspect.Signature) -> Callable[[Arguments], Any]:
-    """Return `make` adapted to a call.
-
-    It receives the arguments that its parameters name, or all arguments as passed if it has other parameter names.
-    """
-    try:
-        wanted = list(inspect.signature(make).parameters.values())
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        wanted = []
-    names = [each.name for each in wanted if each.kind in {each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY}]
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in wanted)
-    if not names or len(names) + takes_all != len(wanted) or not set(names) <= set(signature.parameters):
-        return lambda call: make(*call.args, **call.kwargs)
-    return lambda call: make(**{name: call.named[name] for name in (call.named if takes_all else names)})
 
 
 def _canonical(value: object) -> bytes:

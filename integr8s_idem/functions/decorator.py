@@ -26,7 +26,8 @@ from integr8s_idem.engine.reconciliation import Question
 from integr8s_idem.engine.results import materialized, refuse_generator, return_type_of, why_unreadable
 from integr8s_idem.engine.work import Attempt, Work
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.functions.argument_keys import Arguments, FingerprintSource, KeySource, fingerprint_maker, key_maker
+from integr8s_idem.functions.argument_keys import FingerprintSource, KeySource, fingerprint_maker, key_maker
+from integr8s_idem.functions.arguments import Arguments
 from integr8s_idem.functions.reconcilers import reconciler
 from integr8s_idem.functions.sync_bridge import Here, in_a_loop, is_async, own_loop, refuse_awaitable, wait_for
 

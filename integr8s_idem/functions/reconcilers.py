@@ -8,7 +8,7 @@ from typing import Any
 
 from integr8s_idem.engine.results import refuse_call
 from integr8s_idem.errors import ApplicationError
-from integr8s_idem.functions.argument_keys import Arguments, function_of_arguments
+from integr8s_idem.functions.arguments import Arguments, function_of_arguments, missing_parameters
 from integr8s_idem.functions.sync_bridge import is_async, named
 
 
@@ -35,13 +35,7 @@ def _check_parameters(
     reconcile: Callable[..., Any], signature: inspect.Signature, function: Callable[..., object]
 ) -> None:
     """Check the parameters now: a call would only fail after a failure, when its answer matters."""
-    try:
-        wanted = inspect.signature(reconcile).parameters.values()
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        return
-    named_kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
-    required = [each.name for each in wanted if each.kind in named_kinds and each.default is each.empty]
-    if unknown := [name for name in required if name not in signature.parameters]:
+    if unknown := missing_parameters(reconcile, signature):
         raise ApplicationError(
             f"the reconcile function {named(reconcile)} takes {', '.join(unknown)}, but {named(function)} does not: it "
             f"receives the arguments that its parameters name, of {', '.join(signature.parameters)}"

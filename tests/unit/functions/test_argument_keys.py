@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from integr8s_idem.errors import InvalidKeyError
-from integr8s_idem.functions.argument_keys import Arguments, FingerprintSource, KeySource, fingerprint_maker, key_maker
+from integr8s_idem.functions.argument_keys import FingerprintSource, KeySource, fingerprint_maker, key_maker
+from integr8s_idem.functions.arguments import Arguments
 from integr8s_idem.records import is_other_payload
 
 

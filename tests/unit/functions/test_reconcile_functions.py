@@ -78,6 +78,25 @@ async def test_a_reconcile_function_gets_the_arguments_that_it_names() -> None:
     assert asked == [(5, "7")]
 
 
+@pytest.mark.parametrize("given", [((30, "7"), {}), ((), {"amount": 30, "order": "7"})])
+async def test_a_reconcile_function_keeps_its_own_defaults(given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    ledger, asked, (args, kwargs) = Ledger(), list[Any](), given
+
+    async def find(order: str, limit: int = 10) -> Answer:
+        asked.append((order, limit))
+        return ledger.find(order)
+
+    @idempotent(key="refund:{order}", reconcile=find, manager=plain_manager())
+    async def refund(amount: int, order: str) -> Receipt:
+        return ledger.refund(order)
+
+    with pytest.raises(ConnectionError):
+        await refund(*args, **kwargs)
+
+    assert await refund(*args, **kwargs) == Receipt("7")
+    assert (ledger.refunds, asked) == (["7"], [("7", 10)])
+
+
 async def test_a_reconcile_function_of_a_method_can_be_a_function_of_all_arguments() -> None:
     class Billing:
         def __init__(self) -> None:
@@ -181,12 +200,17 @@ async def test_both_functions_must_be_of_the_same_kind() -> None:
         def refund_plainly(order: str) -> None: ...
 
 
-async def test_an_argument_that_the_function_does_not_have_is_refused() -> None:
+async def _find(order_id: str, limit: int = 10) -> Answer:
+    return NotDone()
+
+
+async def _find_by_position(order_id: str, /) -> Answer:
+    return NotDone()
+
+
+@pytest.mark.parametrize("find", [_find, _find_by_position])
+async def test_an_argument_that_the_function_does_not_have_is_refused(find: Any) -> None:
     """Otherwise, the calls after a failure would fail, too, and nobody would learn the outcome."""
-
-    async def find(order_id: str, limit: int = 10) -> Answer:
-        return NotDone()
-
     with pytest.raises(ApplicationError, match=r"takes order_id, but .*refund does not: .* of order, amount"):
 
         @idempotent(key="{order}", reconcile=find, manager=plain_manager())
