@@ -1,4 +1,4 @@
-"""Find and refuse iterators in results: they can be read only once."""
+"""Find and refuse iterators and awaitables in results: they can be read only once, and awaitables have not been."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import io
 from collections import deque
 from collections.abc import (
     AsyncIterator,
+    Awaitable,
     Callable,
     Collection,
+    Coroutine,
     Iterable,
     Iterator,
 )
@@ -28,7 +30,7 @@ LONGEST_PLACE: Final = 200
 """Maximum number of characters of a place in a result that an error names; the names come from the result."""
 
 
-_PLAIN, _SEQUENCE, _MAPPING, _FIELDS, ITERATOR, _ASYNC_ITERATOR, _FILE = range(7)
+_PLAIN, _SEQUENCE, _MAPPING, _FIELDS, ITERATOR, _ASYNC_ITERATOR, _FILE, _AWAITABLE = range(8)
 """Kinds of objects for serialization.  Kinds from `ITERATOR` on can be read only once.  They are plain integers for
 speed, because every result is classified."""
 
@@ -50,10 +52,21 @@ def refuse_iterator(value: Any, label: str) -> None:
     """Reject a result that can be read only once, because storing it would consume it.
 
     Raises:
-        ApplicationError: The result is an iterator, an async iterator or a file, or contains one of these.
+        ApplicationError: The result is an iterator, an async iterator, a file or an awaitable, or contains one of
+            these.
     """
     if type(value) not in PLAIN_CLASSES:
         refuse_kind(value, kind_of(type(value)), label)
+
+
+def refuse_awaitable(value: Any, label: str) -> None:
+    """Reject a result that nobody awaited, because its work is not done.
+
+    Raises:
+        ApplicationError: The result is a coroutine, a future or another awaitable.
+    """
+    if kind_of(type(value)) == _AWAITABLE:
+        refuse_kind(value, _AWAITABLE, label)
 
 
 def refuse_kind(value: Any, kind: int, label: str) -> None:
@@ -62,14 +75,21 @@ def refuse_kind(value: Any, kind: int, label: str) -> None:
             return
         kind = _FILE  # a wrapper that delegates to a file, such as those of `tempfile`
     if kind >= ITERATOR:
+        _close(value)
         noun, advice = _READ_ONCE[kind]
         raise ApplicationError(f"{label} returned {noun} ({type(value).__name__}). {advice}")
     if _has_iterator(value, kind):
         place, part = _iterator_in(value)
+        _close(part)
         noun, advice = _READ_ONCE[kind_of(type(part))]
         raise ApplicationError(
             f"{label} returned a result that contains {noun} ({type(part).__name__}) at {place}. {advice}"
         )
+
+
+def _close(value: object) -> None:
+    if isinstance(value, Coroutine):
+        value.close()  # avoids Python's warning that it was never awaited
 
 
 _READ_ONCE: Final = {
@@ -79,6 +99,7 @@ _READ_ONCE: Final = {
         "It can be read only once, but every duplicate gets the same result: use [item async for item in …]",
     ),
     _FILE: ("a file object", "It cannot be stored for duplicates: use its content, as bytes"),
+    _AWAITABLE: ("an awaitable that nobody awaited", "Its work may not be done: write return await …"),
 }
 """The name of each kind, and the remedy."""
 
@@ -93,6 +114,8 @@ def _find_kind(cls: type) -> int:
         return _MAPPING
     if issubclass(cls, list | tuple | set | frozenset | deque):
         return _SEQUENCE
+    if issubclass(cls, Awaitable):
+        return _AWAITABLE
     if issubclass(cls, io.IOBase) or (issubclass(cls, Iterator) and hasattr(cls, "read")):
         return _FILE
     if issubclass(cls, AsyncIterator):

@@ -137,7 +137,7 @@ def repeatable(value: Any, label: str, function: Callable[..., object] | None = 
         function: See `materialized`.
 
     Raises:
-        ApplicationError: The result is an async iterator or a file, or contains an iterator.
+        ApplicationError: The result is an async iterator, a file or an awaitable, or contains an iterator.
         Exception: Any error of the code that a lazy iterator runs.
     """
     cls = type(value)

@@ -13,7 +13,7 @@ from integr8s_idem._util.counts import is_count
 from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem._util.loop_fairness import pace_of, turn_of_the_loop
 from integr8s_idem.engine.active_runs import ActiveRun, check_start, run_of
-from integr8s_idem.engine.iterators import PLAIN_CLASSES
+from integr8s_idem.engine.iterators import PLAIN_CLASSES, refuse_awaitable
 from integr8s_idem.engine.results import materialized, refuse_generator
 from integr8s_idem.engine.work import Attempt, Transaction
 from integr8s_idem.errors import ApplicationError
@@ -161,6 +161,11 @@ class RegisteredHandler:
         return event_type_of(self.event)
 
     @property
+    def label(self) -> str:
+        """Name of its function in errors."""
+        return f"the reconcile function of handler {self.name}" if self.is_reconcile else f"handler {self.name}"
+
+    @property
     def functions(self) -> Iterator[HandlerFunction]:
         """The functions that are called with dependencies."""
         yield self.function
@@ -182,11 +187,19 @@ async def call_with_event(handler: RegisteredHandler, call: HandlerCall | BatchC
 def returned_by(handler: RegisteredHandler, result: Any) -> Any:
     """Read iterators in the result of `handler`; for a batch handler, also in the results of single events.
 
-    Call this while the handler's dependencies are open, because a lazy iterator may use them.
+    Call this while the handler's dependencies are open, because a lazy iterator may use them, and because they may
+    commit when they are closed.
+
+    Raises:
+        ApplicationError: The result, or that of an event, is an awaitable, whose work is not done.
+        Exception: Any error of the code that a lazy iterator runs.
     """
     if type(result) not in PLAIN_CLASSES:
         result = materialized(result, handler.returns)
+        refuse_awaitable(result, handler.label)
     if handler.batch is not None and isinstance(result, list | tuple):
+        for each in result:
+            refuse_awaitable(each, handler.label)
         return [materialized(each) for each in result]
     return result
 
