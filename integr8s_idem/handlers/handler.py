@@ -296,7 +296,7 @@ class EventHandler:
         limit: FieldLimit | None = None,
     ) -> None:
         self.function = async_function(function)
-        self.name = name or name_of(function)
+        self.name = name_of(function, name)
         self.scope = scope
         self.observer = observer
         self.max_attempts = max_attempts

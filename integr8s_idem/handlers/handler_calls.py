@@ -204,12 +204,31 @@ def returned_by(handler: RegisteredHandler, result: Any) -> Any:
     return result
 
 
-def name_of(function: HandlerFunction) -> str:
-    """Return the name of a function, to use in its keys.
+def checked_name(name: str | None) -> str | None:
+    """Return the name that was given to a handler, if there is one.
 
     Raises:
-        ApplicationError: The function has no name, for example since it is a lambda.
+        ApplicationError: It is not a string, is empty, or contains a control character.
     """
+    given: object = name
+    if given is None:
+        return None
+    if not isinstance(given, str) or not given.strip() or not given.isprintable():
+        raise ApplicationError(
+            f"name is {given!r}, but must be a string that is not empty and contains no control characters, because it "
+            'is part of keys, as in name="charge"'
+        )
+    return name
+
+
+def name_of(function: HandlerFunction, name: str | None = None) -> str:
+    """Return the name of a handler in its keys: `name`, or that of its function.
+
+    Raises:
+        ApplicationError: `name` is invalid, or the function has no name, for example since it is a lambda.
+    """
+    if (given := checked_name(name)) is not None:
+        return given
     name = getattr(function, "__name__", "<nameless>")
     if not name.isidentifier():
         raise ApplicationError(f"{function!r} has no name to use in its keys: set name=…")

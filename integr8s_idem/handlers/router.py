@@ -19,6 +19,7 @@ from integr8s_idem.handlers.handler_calls import (
     HandlerFunction,
     RegisteredHandler,
     async_function,
+    checked_name,
     name_of,
 )
 from integr8s_idem.reconciliation import ReconcileFunction
@@ -175,7 +176,7 @@ class EventRouter:
 
         Raises:
             ApplicationError: There is no event, an event has no type, another handler of an event has the same name,
-                the first parameter is annotated with another type, or the limit is invalid.
+                the first parameter is annotated with another type, or the name or the limit is invalid.
         """
         if not events:
             raise ApplicationError("router.on() requires at least one event class")
@@ -183,6 +184,7 @@ class EventRouter:
             if not _is_event_class(event):
                 raise ApplicationError(f"{event!r} is not an event class; write @router.on(OrderPlaced)")
 
+        checked_name(name)
         rules, limit = checked_rules(failures), FieldLimit.of(limit_by, at_most, events)
         overtakes = _overtakes(delayed_retries)
 
@@ -191,7 +193,7 @@ class EventRouter:
                 if each is not None:
                     async_function(each)
                     check_event_parameter(each, events)
-            known_as = name or name_of(function)
+            known_as = name_of(function, name)
             for event in events:
                 self._add(
                     RegisteredHandler(
@@ -237,21 +239,22 @@ class EventRouter:
 
         Raises:
             ApplicationError: `event` is not an event class, `max_size` is not an integer of at least 1, another handler
-                of the event has the same name, or the first parameter is not annotated with a list or sequence of these
-                events.
+                of the event has the same name, the name is invalid, or the first parameter is not annotated with a list
+                or sequence of these events.
         """
         if not _is_event_class(event):
             raise ApplicationError(f"{event!r} is not an event class; write @router.on_batch(OrderPlaced)")
         if not is_count(max_size):
             raise ApplicationError(f"max_size is {max_size!r}, but must be an integer of at least 1")
         longest_wait = duration(max_wait, "max_wait")
+        checked_name(name)
         rules, overtakes = checked_rules(failures), _overtakes(delayed_retries)
 
         def register(function: FunctionT) -> FunctionT:
             async_function(function)
             check_batch_parameter(function, event)
             batch = BatchSize(max_size, longest_wait)
-            known_as = name or name_of(function)
+            known_as = name_of(function, name)
             self._add(RegisteredHandler(event, known_as, function, batch, rules, overtakes=overtakes))
             return function
 
