@@ -47,7 +47,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import get_annotations
-from typing import ClassVar, TypeVar, dataclass_transform
+from typing import ClassVar, TypeVar, cast, dataclass_transform
+
+from integr8s_idem._util.durations import length_of
 
 
 def _seconds(duration: timedelta) -> str:
@@ -384,8 +386,17 @@ class RetryAfter(IdempotencyError):  # noqa: N818  # named after the HTTP header
         Args:
             delay: Minimum time until the next attempt, as a `timedelta` or in seconds; a negative one is 0.
             reason: Why the attempt failed, for logs and dead letters.
+
+        Raises:
+            ApplicationError: `delay` is not a duration, or `reason` is not a string.
         """
-        length = delay if isinstance(delay, timedelta) else timedelta(seconds=delay)
+        length, name, given = length_of(delay), type(self).__name__, cast("object", reason)
+        if length is None:
+            raise ApplicationError(
+                f"{name} needs a delay, as in {name}(60) or {name}(timedelta(minutes=1)), not {delay!r}"
+            )
+        if not isinstance(given, str):
+            raise ApplicationError(f"the reason of {name} is {given!r}, but must be a string")
         super().__init__(max(length, timedelta()), reason)
 
     def _message(self) -> str:

@@ -180,7 +180,9 @@ def retry_later(
     Raises:
         ApplicationError: As for `retry`.
     """
-    pause = duration(delay, "delay")
+    pause: timedelta | None = duration(delay, "delay")
+    if pause is None:
+        raise ApplicationError("retry_later() needs a delay, as in retry_later(OSError, delay=60)")
     return _rule(FailureAction.RETRY_LATER, errors, attempts=attempts, delay=pause, through_causes=through_causes)
 
 
@@ -241,9 +243,13 @@ def _rule(
     given: tuple[object, ...] = errors
     for each in given:
         if not (isinstance(each, type) and issubclass(each, Exception)):
-            raise ApplicationError(f"{action.value}() needs classes of exceptions, not {each!r}")
+            raise ApplicationError(f"{action.value}() needs subclasses of Exception, not {each!r}")
     if attempts is not None and not is_count(attempts):
         raise ApplicationError(f"{action.value}(): attempts is {attempts!r}, but must be an integer of at least 1")
+    switches: dict[str, object] = {"jitter": jitter, "through_causes": through_causes}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ApplicationError(f"{action.value}(): {name} is {value!r}, but must be True or False")
     return FailureRule(action, errors, attempts, delay, first_pause, longest_pause, jitter, through_causes)
 
 
@@ -266,16 +272,21 @@ def checked_rules(rules: Iterable[FailureRule]) -> tuple[FailureRule, ...]:
     """Return `rules` as a tuple.
 
     Raises:
-        ApplicationError: One of them is not a rule.
+        ApplicationError: They are not a list of rules, or another iterable.
     """
+    given: object = rules
+    if not isinstance(given, Iterable):
+        raise ApplicationError(_not_rules(given))
     checked = tuple(rules)
-    given: tuple[object, ...] = checked
-    for each in given:
+    for each in checked:
         if not isinstance(each, FailureRule):
-            raise ApplicationError(
-                f"failures= takes a list of rules, as in failures=[retry(OSError, attempts=20)], not {each!r}"
-            )
+            raise ApplicationError(_not_rules(each))
     return checked
+
+
+def _not_rules(given: object) -> str:
+    shown = str(given) if isinstance(given, FailureRule) else repr(given)
+    return f"failures= takes a list of rules, as in failures=[retry(OSError, attempts=20)], not {shown}"
 
 
 def _seconds(length: timedelta | None) -> str | None:

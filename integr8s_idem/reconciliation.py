@@ -55,11 +55,14 @@ class Unknown:
             reason: Why it is unknown, for logs and dead letters.
 
         Raises:
-            ApplicationError: `retry_after` is negative or not a duration.
+            ApplicationError: `retry_after` is negative or not a duration, or `reason` is not a string.
         """
         length: timedelta | None = duration(retry_after, "retry_after")
         if length is None:
             raise ApplicationError("Unknown needs a delay, as in Unknown(retry_after=60)")
+        given: object = reason
+        if not isinstance(given, str):
+            raise ApplicationError(f"the reason of Unknown is {given!r}, but must be a string")
         object.__setattr__(self, "retry_after", length)
         object.__setattr__(self, "reason", reason)
 

@@ -6,6 +6,7 @@ import re
 from datetime import timedelta
 from typing import Final, TypeAlias, overload
 
+from integr8s_idem._util.durations import length_of
 from integr8s_idem.errors import ApplicationError
 
 Duration: TypeAlias = timedelta | int | float
@@ -32,22 +33,13 @@ def duration(value: Duration | None, name: str) -> timedelta | None:
     """
     if value is None:
         return None
-    try:
-        converted = value if isinstance(value, timedelta) else _of_seconds(value)
-    except (TypeError, ValueError, OverflowError):
-        converted = None
+    converted = length_of(value)
     if converted is None or converted < timedelta():
         raise ApplicationError(
             f"{name} must be a non-negative timedelta or number of seconds, as in {name}=timedelta(minutes=1) or "
             f"{name}=60, not {value!r}"
         )
     return converted
-
-
-def _of_seconds(value: object) -> timedelta:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError
-    return timedelta(seconds=value)
 
 
 _DELAY: Final = re.compile(r"([1-9][0-9]{0,4})([smhd])")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import re
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from integr8s_idem.errors import ApplicationError, PermanentError, RetryAfter
+from integr8s_idem import BaseEvent, EventDispatcher, EventRouter
+from integr8s_idem.errors import ApplicationError, OutcomeUnknownError, PermanentError, RetryAfter
 from integr8s_idem.failures import FailureAction, FailureRule, dead_letter, discard, retry, retry_later, stop
+from integr8s_idem.integrations.kafka_loops import policy_of
+from integr8s_idem.reconciliation import Unknown
 
 
 class OrderWithdrawnError(PermanentError):
@@ -102,12 +106,16 @@ def test_a_rule_is_shown_as_it_is_written() -> None:
     ("make", "message"),
     [
         (lambda: discard(), "at least one class"),
-        (lambda: retry(OSError()), "needs classes of exceptions"),  # type: ignore[arg-type]
-        (lambda: stop(KeyboardInterrupt), "needs classes of exceptions"),  # type: ignore[arg-type]
+        (lambda: retry(OSError()), "needs subclasses of Exception, not OSError"),  # type: ignore[arg-type]
+        (lambda: stop(KeyboardInterrupt), "needs subclasses of Exception, not <class 'KeyboardInterrupt'>"),  # type: ignore[arg-type]
+        (lambda: discard(BaseException), "needs subclasses of Exception, not <class 'BaseException'>"),  # type: ignore[arg-type]
         (lambda: retry(OSError, attempts=0), "attempts is 0"),
         (lambda: retry(OSError, attempts=True), "attempts is True"),
         (lambda: retry(OSError, first_pause=3, longest_pause=2), "exceeds longest_pause"),
         (lambda: retry_later(OSError, delay=-1), "non-negative"),
+        (lambda: retry_later(OSError, delay=None), "needs a delay, as in retry_later"),  # type: ignore[arg-type]
+        (lambda: retry(OSError, jitter="no"), "jitter is 'no', but must be True or False"),  # type: ignore[arg-type]
+        (lambda: stop(OSError, through_causes=1), "through_causes is 1, but must be"),  # type: ignore[arg-type]
     ],
 )
 def test_an_invalid_rule_is_refused(make: Any, message: str) -> None:
@@ -118,6 +126,45 @@ def test_an_invalid_rule_is_refused(make: Any, message: str) -> None:
 def test_the_delay_of_retry_after_is_a_duration_or_a_number_of_seconds() -> None:
     assert RetryAfter(timedelta(minutes=5)).delay == RetryAfter(300).delay == timedelta(minutes=5)
     assert RetryAfter(-1).delay == timedelta()
+
+
+@pytest.mark.parametrize("delay", [True, "5", None, float("nan"), float("inf"), 10**30, -(10**30)])
+@pytest.mark.parametrize("error", [RetryAfter, OutcomeUnknownError])
+def test_a_delay_of_retry_after_that_is_not_a_duration_is_refused(error: type[RetryAfter], delay: Any) -> None:
+    with pytest.raises(ApplicationError, match=rf"{error.__name__} needs a delay, .*, not {re.escape(repr(delay))}"):
+        error(delay)
+
+
+def test_a_reason_that_is_not_text_is_refused() -> None:
+    reason: Any = 3
+    with pytest.raises(ApplicationError, match="the reason of RetryAfter is 3, but must be a string"):
+        RetryAfter(5, reason)
+    with pytest.raises(ApplicationError, match="the reason of Unknown is 3, but must be a string"):
+        Unknown(5, reason)
+
+
+@pytest.mark.parametrize(
+    ("failures", "shown"),
+    [
+        (retry(OSError), r"retry\(OSError\)"),
+        (3, "3"),
+        (None, "None"),
+        (OSError, "<class 'OSError'>"),
+        ([OSError], "<class 'OSError'>"),
+        ("retry", "'r'"),
+    ],
+)
+def test_rules_that_are_not_a_list_of_rules_are_refused(failures: Any, shown: str) -> None:
+    message = rf"failures= takes a list of rules, as in failures=\[retry\(OSError, attempts=20\)\], not {shown}"
+    with pytest.raises(ApplicationError, match=message):
+        EventRouter(failures=failures)
+    with pytest.raises(ApplicationError, match=message):
+        EventRouter().on(BaseEvent, failures=failures)
+    with pytest.raises(ApplicationError, match=message):
+        EventDispatcher(EventRouter(), failures=failures)
+    if failures is not None:  # a loop has no rules then, not even the default ones
+        with pytest.raises(ApplicationError, match=message):
+            policy_of(failures)
 
 
 def test_retry_after_survives_pickling() -> None:
