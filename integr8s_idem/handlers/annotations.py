@@ -18,22 +18,29 @@ _POSITIONAL: Final = {
 _UNIONS: Final = {Union, types.UnionType}
 
 
-def check_event_parameter(function: Callable[..., Any], events: Sequence[type[BaseEvent]]) -> None:
-    """Check the first parameter of a handler of single events.
+def check_event_parameter(
+    function: Callable[..., Any], events: Sequence[type[BaseEvent]], kind: str = "handler"
+) -> None:
+    """Check the first parameter of a handler of single events, or of its reconcile function.
 
     A missing annotation, or one that cannot be resolved yet, is accepted.
+
+    Args:
+        function: The handler or its reconcile function.
+        events: The classes of events for which the handler is registered.
+        kind: What the function is called in errors.
 
     Raises:
         ApplicationError: There is no such parameter, or its annotation excludes one of the events.
     """
-    parameter = _first_parameter(function)
+    parameter = _first_parameter(function, kind)
     annotation = _annotation(function, parameter, events)
     for event in events:
         if not _accepts(annotation, event):
             wanted = " | ".join(each.__name__ for each in events)
             raise ApplicationError(
-                f"{_described(function, parameter, annotation)}, but it is registered for {event.__name__}; the first "
-                f"parameter takes the event: write {parameter.name}: {wanted}"
+                f"{kind} {_described(function, parameter, annotation)}, but it is registered for {event.__name__}; the "
+                f"first parameter takes the event: write {parameter.name}: {wanted}"
             )
 
 
@@ -47,16 +54,16 @@ def check_batch_parameter(function: Callable[..., Any], event: type[BaseEvent]) 
     annotation = _annotation(function, parameter, [event])
     if not _accepts_list(annotation, event):
         raise ApplicationError(
-            f"{_described(function, parameter, annotation)}, but it is registered for batches of {event.__name__}; the "
-            f"first parameter takes the events: write {parameter.name}: list[{event.__name__}]"
+            f"handler {_described(function, parameter, annotation)}, but it is registered for batches of "
+            f"{event.__name__}; the first parameter takes the events: write {parameter.name}: list[{event.__name__}]"
         )
 
 
-def _first_parameter(function: Callable[..., Any]) -> inspect.Parameter:
+def _first_parameter(function: Callable[..., Any], kind: str = "handler") -> inspect.Parameter:
     first = next(iter(inspect.signature(function).parameters.values()), None)
     if first is None or first.kind not in _POSITIONAL:
         raise ApplicationError(
-            f"handler {_name(function)} has no parameter for the event, which must be its first parameter"
+            f"{kind} {_name(function)} has no parameter for the event, which must be its first parameter"
         )
     return first
 
@@ -109,7 +116,7 @@ def _described(function: Callable[..., Any], parameter: inspect.Parameter, annot
     if get_origin(annotation) is Annotated:  # usually FromDishka[…]
         annotation = get_args(annotation)[0]
     shown = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
-    return f"handler {_name(function)} takes {parameter.name}: {shown}"
+    return f"{_name(function)} takes {parameter.name}: {shown}"
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -14,7 +14,7 @@ from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem._util.loop_fairness import pace_of, turn_of_the_loop
 from integr8s_idem.engine.active_runs import ActiveRun, check_start, run_of
 from integr8s_idem.engine.iterators import PLAIN_CLASSES, refuse_awaitable
-from integr8s_idem.engine.results import materialized, refuse_generator
+from integr8s_idem.engine.results import materialized, refuse_call, refuse_generator
 from integr8s_idem.engine.work import Attempt, Transaction
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.events import BaseEvent, event_type_of
@@ -235,17 +235,36 @@ def name_of(function: HandlerFunction, name: str | None = None) -> str:
     return str(name)
 
 
-def async_function(function: HandlerFunction) -> HandlerFunction:
-    """Return `function` if it is async.
+def check_reconcile_function(function: ReconcileFunction) -> None:
+    """Check a reconcile function now: a call would only fail after a failure, when its answer matters.
+
+    Raises:
+        ApplicationError: It is not an async function.
+    """
+    refuse_call(function, "@router.on(…, reconcile=find)")
+    if _is_lambda(function):
+        raise ApplicationError(
+            "the reconcile function is a lambda, which is known to be async only after its first call: define it with "
+            "async def"
+        )
+    async_function(function, "reconcile function")
+
+
+def async_function(function: HandlerFunction, kind: str = "handler") -> HandlerFunction:
+    """Return `function` if it is async; `kind` is what it is called in errors.
 
     Raises:
         ApplicationError: It is a plain function, whose result cannot be awaited, or a generator.
     """
     refuse_generator(function)
-    inner = inspect.unwrap(getattr(function, "func", function))
-    if getattr(inner, "__name__", "") == "<lambda>":
+    if _is_lambda(function):
         return function  # a lambda may return a coroutine
+    inner = inspect.unwrap(getattr(function, "func", function))
     if not (inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))):  # noqa: B004
         name = getattr(function, "__qualname__", function)
-        raise ApplicationError(f"handler {name!s} is not an async function: define it with async def")
+        raise ApplicationError(f"{kind} {name!s} is not an async function: define it with async def")
     return function
+
+
+def _is_lambda(function: HandlerFunction) -> bool:
+    return getattr(inspect.unwrap(getattr(function, "func", function)), "__name__", "") == "<lambda>"

@@ -19,6 +19,7 @@ from integr8s_idem.handlers.handler_calls import (
     HandlerFunction,
     RegisteredHandler,
     async_function,
+    check_reconcile_function,
     checked_name,
     name_of,
 )
@@ -187,12 +188,13 @@ class EventRouter:
         checked_name(name)
         rules, limit = checked_rules(failures), FieldLimit.of(limit_by, at_most, events)
         overtakes = _overtakes(delayed_retries)
+        if reconcile is not None:
+            check_reconcile_function(reconcile)
+            check_event_parameter(reconcile, events, "reconcile function")
 
         def register(function: FunctionT) -> FunctionT:
-            for each in (function, reconcile):
-                if each is not None:
-                    async_function(each)
-                    check_event_parameter(each, events)
+            async_function(function)
+            check_event_parameter(function, events)
             known_as = name_of(function, name)
             for event in events:
                 self._add(

@@ -20,6 +20,7 @@ missing raises an error.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import AsyncIterable, Callable, Iterable
 from datetime import timedelta
 from typing import Any, NewType, ParamSpec, TypeVar, cast
@@ -437,6 +438,10 @@ def setup_dishka(container: AsyncContainer, dispatcher: EventDispatcher) -> None
 
 
 def _injected(function: HandlerFunction) -> HandlerFunction:
+    if isinstance(function, functools.partial):
+        return functools.partial(_injected(function.func), *function.args, **function.keywords)
+    if not inspect.isroutine(function):
+        return _injected(cast("Any", function).__call__)  # of a callable object
     injected = inject(function)
     # A function without such parameters is returned unchanged, and must not be said to wrap itself.
     return injected if injected is function else functools.wraps(function)(injected)

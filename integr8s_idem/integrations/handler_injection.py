@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 from dishka import AsyncContainer, FromComponent
@@ -32,20 +33,28 @@ DEPENDENCIES_OF = "dependencies of "
 
 def name_of_dependencies(function: HandlerFunction) -> str:
     """Return the name of a handler in the container's graph."""
-    return DEPENDENCIES_OF + function.__qualname__
+    return f"{DEPENDENCIES_OF}{_definition(function).__qualname__}"
+
+
+def _definition(function: HandlerFunction) -> Any:
+    """Return what has the name and the annotations of `function`, which may be a partial or a callable object."""
+    while isinstance(function, partial):
+        function = function.func
+    return function if inspect.isroutine(function) else type(function).__call__
 
 
 class Dependencies:
     """The dependencies of a handler as one node of the container's graph, resolved by one call."""
 
     def __init__(self, function: HandlerFunction, parameters: dict[str, Any]) -> None:
-        self.key = type(name_of_dependencies(function), (dict,), {"__module__": function.__module__})
+        definition = _definition(function)
+        self.key = type(name_of_dependencies(function), (dict,), {"__module__": definition.__module__})
 
         def make(**found: Any) -> Any:
             return self.key(found)
 
-        make.__name__ = make.__qualname__ = function.__qualname__
-        make.__module__ = function.__module__
+        make.__name__ = make.__qualname__ = definition.__qualname__
+        make.__module__ = definition.__module__
         make.__annotations__ = {**parameters, "return": self.key}
         make.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
@@ -74,19 +83,20 @@ def dependencies_of(function: HandlerFunction) -> Dependencies:
             parameters[name] = Annotated[hint, FromComponent(key.component)] if key.component else hint
     if len(plain) != 1:
         raise ApplicationError(
-            f"handler {function.__qualname__} must take its event and otherwise only FromDishka[...] parameters; "
-            f"these are neither: {', '.join(plain[1:]) or '(there is no parameter for the event)'}"
+            f"handler {_definition(function).__qualname__} must take its event and otherwise only FromDishka[...] "
+            f"parameters; these are neither: {', '.join(plain[1:]) or '(there is no parameter for the event)'}"
         )
     return Dependencies(function, parameters)
 
 
 def _hints_of(function: HandlerFunction) -> dict[str, Any]:
+    definition = _definition(function)
     try:
-        return get_type_hints(function, include_extras=True)
+        return get_type_hints(definition, include_extras=True)
     except NameError as error:
         raise ApplicationError(
-            f'handler {function.__qualname__}: its annotations use "{error.name}", which module '
-            f"{function.__module__} does not define at run time; import it there, not only under TYPE_CHECKING"
+            f'handler {definition.__qualname__}: its annotations use "{error.name}", which module '
+            f"{definition.__module__} does not define at run time; import it there, not only under TYPE_CHECKING"
         ) from None
 
 

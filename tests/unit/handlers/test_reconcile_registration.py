@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -9,6 +10,7 @@ from dishka import FromDishka, Provider, Scope, make_async_container
 from dishka.exceptions import NoFactoryError
 
 from integr8s_idem import BaseEvent, EventRouter, IdempotencyManager, MemoryIdempotencyRepository, Service, Settings
+from integr8s_idem.config.store_sections import MemoryStoreSettings
 from integr8s_idem.engine.work import Executed, HandlerFailed
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
@@ -108,17 +110,78 @@ async def without_an_event() -> Answer:
     return NotDone()
 
 
+class Finder:
+    """A callable object."""
+
+    async def __call__(self, event: Placed, found: FromDishka[str]) -> Answer:
+        return Done(found)
+
+
+class PlainFinder:
+    def __call__(self, event: Placed) -> Answer:
+        return NotDone()
+
+
+async def find_with(prefix: str, event: Placed, found: FromDishka[str]) -> Answer:
+    return Done(f"{prefix} {found}")
+
+
 @pytest.mark.parametrize(
     ("reconcile", "events", "reason"),
     [
-        (not_async, (Placed,), "not_async is not an async function"),
-        (without_an_event, (Placed,), "without_an_event has no parameter for the event"),
-        (find, (Placed, Paid), "find takes event: Placed, but it is registered for Paid"),
+        (not_async, (Placed,), "^reconcile function not_async is not an async function"),
+        (PlainFinder(), (Placed,), "^reconcile function .*PlainFinder.* is not an async function"),
+        (partial(not_async), (Placed,), "^reconcile function .*not_async.* is not an async function"),
+        (lambda _: NotDone(), (Placed,), "is a lambda, which is known to be async only .*: define it with async def"),
+        (3, (Placed,), r"pass the function itself, as in @router.on\(…, reconcile=find\), not .* \(int\)"),
+        (without_an_event, (Placed,), "^reconcile function without_an_event has no parameter for the event"),
+        (find, (Placed, Paid), "^reconcile function find takes event: Placed, but it is registered for Paid"),
     ],
 )
 def test_a_function_that_cannot_be_asked_is_refused(reconcile: Any, events: Any, reason: str) -> None:
     with pytest.raises(ApplicationError, match=reason):
-        router_with(reconcile, *events)
+        EventRouter().on(*events, name="charge", reconcile=reconcile)
+
+
+async def test_the_result_of_calling_a_reconcile_function_is_refused_without_a_warning() -> None:
+    answer: Any = find(Placed())
+
+    with pytest.raises(ApplicationError, match=r"not the result of calling it \(coroutine\)"):
+        EventRouter().on(Placed, reconcile=answer)
+    with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
+        await answer
+
+
+CALLABLES = [(Finder(), "injected"), (partial(find_with, "was"), "was injected")]
+
+
+@pytest.mark.parametrize(("reconcile", "found"), CALLABLES)
+async def test_a_callable_object_or_a_partial_can_be_asked(reconcile: Any, found: str) -> None:
+    provider, event = Provider(scope=Scope.APP), Placed()
+    provider.provide(lambda: "injected", provides=str)
+    container = make_async_container(provider, EventContextProvider())
+    dispatcher = IdempotentEventDispatcher(router_with(reconcile), manager())
+    setup_dishka(container, dispatcher)
+
+    await dispatcher.dispatch(event)
+
+    assert await dispatcher.dispatch(event) == [Executed(found, 2)]
+    await container.close()
+
+
+@pytest.mark.parametrize(("reconcile", "found"), CALLABLES)
+async def test_a_container_of_a_service_injects_into_a_callable_object_or_a_partial(reconcile: Any, found: str) -> None:
+    values = Provider(scope=Scope.APP)
+    values.provide(lambda: "injected", provides=str)
+    dispatcher = IdempotentDispatcherProvider(router_with(reconcile))
+    service = Service("billing", providers=[IdempotencyProvider(), KafkaProvider(), dispatcher, values])
+    container, event = make_container(service, Settings(store=MemoryStoreSettings(kind="memory"))), Placed()
+    made = await container.get(EventDispatcher)
+
+    await made.dispatch(event)
+
+    assert await made.dispatch(event) == [Executed(found, 2)]
+    await container.close()
 
 
 def test_a_plain_dispatcher_refuses_reconcile_functions() -> None:
