@@ -221,7 +221,10 @@ class WorkerHarness:
 
     @property
     def published(self) -> list[BaseEvent]:
-        """The events that handlers have published, without repetitions, which the next service would drop."""
+        """The events that handlers and outboxes have published, without repetitions, which consumers would drop.
+
+        An event that an `Outbox` has written is listed if the class with its type has been imported.
+        """
         return list(self._here.world.events.published.values())
 
     @property

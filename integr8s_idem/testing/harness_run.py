@@ -144,8 +144,8 @@ class Running:
                 self._check_limits(limits)
                 await self._pass_time()
                 await self._rest()
-            elif not self.continue_when_settled():
-                return
+            elif self.is_settled() and not self.continue_when_settled():
+                return  # nothing was relayed while the outboxes were counted
 
     async def _has_unsent_events(self) -> bool:
         """Whether an outbox contains events that the relay has not published yet."""

@@ -16,6 +16,7 @@ from integr8s_idem.records import StoreHealth
 from integr8s_idem.runtime import Service
 from integr8s_idem.runtime.background import run_background, run_worker
 from integr8s_idem.runtime.containers import get_dispatcher
+from integr8s_idem.runtime.outbox_relay import outbox_of, relay_outbox
 from integr8s_idem.runtime.service_group import section_of
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.outbox import OutboxStore
@@ -26,6 +27,7 @@ from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.memory_broker import MemoryBroker, MemoryConsumer
 from integr8s_idem.testing.observations import HandlerRun
 from integr8s_idem.testing.provider_overrides import Overrides
+from integr8s_idem.testing.published_events import Events
 from integr8s_idem.testing.simulated_processes import Process
 from integr8s_idem.testing.span_recorder import SpanRecorder
 from integr8s_idem.worker import EventPublisher, ServiceWorker
@@ -34,15 +36,6 @@ from integr8s_idem.worker.publisher import Placement
 
 if TYPE_CHECKING:
     from integr8s_idem.testing.sqlite_store import SqliteStore
-
-
-@dataclass(slots=True)
-class Events:
-    """Events by id, of all processes."""
-
-    made: dict[str, BaseEvent] = field(default_factory=dict)
-    """Events serialized as messages, including those that are in an outbox."""
-    published: dict[str, BaseEvent] = field(default_factory=dict)
 
 
 class MemoryPublisher(EventPublisher):
@@ -68,7 +61,7 @@ class MemoryPublisher(EventPublisher):
 
     async def send_message(self, message: Message) -> Placement | None:
         placement = await super().send_message(message)
-        self._events.published.setdefault(message.event_id, self._events.made[message.event_id])
+        self._events.note_published(message)
         return placement
 
     async def send(
@@ -132,7 +125,7 @@ class WorkerRun:
         self.worker: ServiceWorker | None = None
         self.consumer: MemoryConsumer | None = None
         self.outbox: OutboxStore | None = None
-        """The outbox of transactional handlers."""
+        """The outbox that this run publishes, if there is one."""
         self.is_stopping = False
         self.busy = 0
         """Number of running handlers."""
@@ -192,6 +185,8 @@ class WorkerRun:
             dispatcher = await get_dispatcher(container, self.service.name)
             dispatcher.invoke_with(self._recorded(dispatcher.invoke))
             self.outbox = dispatcher.outbox
+            if self.outbox is None and relay_outbox in self.service.background:
+                self.outbox = outbox_of(await container.get(IdempotencyRepository))
             self.worker = ServiceWorker(
                 self.service.name,
                 dispatcher,
