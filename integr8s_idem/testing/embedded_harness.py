@@ -123,7 +123,8 @@ class EmbeddedHarness:
                     self._check()
                     await asyncio.sleep(LOOK_SECONDS)
         except TimeoutError:
-            raise NotSettledError(str([service.report() for service in self._running])) from None
+            reports = str([service.report() for service in self._running])
+            raise NotSettledError(reports, f"{PATIENCE_SECONDS:g} seconds") from None
 
     async def _is_open(self) -> bool:
         # Consumed messages may add events to an outbox, which are consumed later: check twice.

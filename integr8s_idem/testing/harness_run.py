@@ -36,12 +36,16 @@ TICK_SECONDS: Final = 0.001
 class NotSettledError(AssertionError):
     """The delivered messages do not become settled."""
 
-    def __init__(self, still_open: str) -> None:
-        super().__init__(still_open)
+    def __init__(self, still_open: str, limit: str = "", remedy: str = "") -> None:
+        super().__init__(still_open, limit, remedy)
         self.still_open = still_open
+        self.limit = limit
+        self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"not settled: {self.still_open}. Read more: integr8s-idem errors NotSettledError"
+        after = f" after {self.limit}, the limit of settled()" if self.limit else ""
+        remedy = f" {self.remedy}." if self.remedy else ""
+        return f"not settled{after}: {self.still_open}.{remedy} Read more: integr8s-idem errors NotSettledError"
 
 
 class Running:
@@ -191,8 +195,14 @@ class Running:
         return self._loop.time() + SIMULATED_LIMIT_SECONDS, real_time.monotonic() + REAL_LIMIT_SECONDS
 
     def _check_limits(self, limits: tuple[float, float]) -> None:
-        if self._loop.time() > limits[0] or real_time.monotonic() > limits[1]:
-            raise NotSettledError(self._what_is_open())
+        if self._loop.time() > limits[0]:
+            raise NotSettledError(
+                self._what_is_open(),
+                f"{SIMULATED_LIMIT_SECONDS:,g} simulated seconds",
+                "If an event waits for a longer pause, pass it with `await harness.advance(seconds)`",
+            )
+        if real_time.monotonic() > limits[1]:
+            raise NotSettledError(self._what_is_open(), f"{REAL_LIMIT_SECONDS:g} seconds of real time")
 
     def _is_busy(self) -> bool:
         """Whether something may be running outside the event loop."""
