@@ -203,6 +203,58 @@ async def test_a_handler_that_lost_its_reservation_rolls_back_its_writes(url: st
         assert await shop.charged() == []
 
 
+rolled_back, rolled_back_by_connection = EventRouter(), EventRouter()
+
+
+@rolled_back.on(OrderPlaced)
+async def roll_back(event: OrderPlaced, session: FromDishka[AsyncSession], outgoing: FromDishka[Outgoing]) -> None:
+    await charge(session, event)
+    outgoing.publish(OrderCharged(order_id=event.order_id))
+    await session.rollback()
+
+
+@rolled_back_by_connection.on(OrderPlaced)
+async def roll_back_by_connection(
+    event: OrderPlaced, connection: FromDishka[AsyncConnection], outgoing: FromDishka[Outgoing]
+) -> None:
+    await charge(connection, event)
+    outgoing.publish(OrderCharged(order_id=event.order_id))
+    await connection.rollback()
+
+
+@pytest.mark.parametrize(
+    ("held", "handlers"), [(AsyncSession, rolled_back), (AsyncConnection, rolled_back_by_connection)]
+)
+async def test_a_handler_that_rolls_back_is_refused(url: str, held: type, handlers: EventRouter) -> None:
+    async with open_ledger_shop(url, handlers, held=held) as shop:
+        event = OrderPlaced()
+        outcome = await shop.attempt(event)
+
+        assert isinstance(outcome, HandlerFailed)
+        assert isinstance(outcome.error, ApplicationError)
+        assert "rolled back the transaction of a handler" in str(outcome.error)
+        assert "begin_nested()" in str(outcome.error)
+        assert (await shop.charged(), await shop.waiting()) == ([], [])
+        assert await shop.statuses() == {event.event_id: "processing"}
+
+
+async def test_a_rollback_before_a_new_write_is_refused_as_well(url: str) -> None:
+    handlers = EventRouter()
+
+    @handlers.on(OrderPlaced)
+    async def bill(event: OrderPlaced, session: FromDishka[AsyncSession]) -> None:
+        await charge(session, event)
+        await session.rollback()
+        await charge(session, event)
+
+    async with open_ledger_shop(url, handlers) as shop:
+        outcome = await shop.attempt(OrderPlaced())
+
+        assert isinstance(outcome, HandlerFailed)
+        assert isinstance(outcome.error, ApplicationError)
+        assert await shop.charged() == []
+
+
 async def test_a_handler_that_commits_is_refused(url: str) -> None:
     handlers = EventRouter()
 

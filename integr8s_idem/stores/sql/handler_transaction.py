@@ -25,7 +25,8 @@ class SqlTransaction:
     """A transaction that the application opened for one handler; contains its outcome and its outgoing events.
 
     A commit before the outcome is written, or after the handler has failed, is refused, because it would keep the
-    handler's writes without an outcome.  A missing commit is reported as an error.
+    handler's writes without an outcome.  An outcome after a rollback is refused, because it would be kept without the
+    handler's writes.  A missing commit is reported as an error.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class SqlTransaction:
         self._held = held
         self._needs_mark = dialect_of(repository.engine.dialect.name).continues_after_abort
         self._outbox = outbox
-        self._may_commit = self._committed = self._sent = False
+        self._may_commit = self._committed = self._sent = self._was_rolled_back = False
 
     async def watch(self) -> None:
         """Start to guard the current transaction, or the ones that begin later.
@@ -65,6 +66,7 @@ class SqlTransaction:
         Raises:
             ApplicationError: The transaction is not the one in which the handler started.
         """
+        self._refuse_rollback()
         [written] = await self._records.complete([completion])
         if written:
             await self._let_commit()
@@ -76,6 +78,7 @@ class SqlTransaction:
         Raises:
             ApplicationError: The transaction is not the one in which the handler started.
         """
+        self._refuse_rollback()
         await self._let_commit()
 
     async def _let_commit(self) -> None:
@@ -124,6 +127,7 @@ class SqlTransaction:
     def _watch(self, connection: Connection) -> None:
         if not event.contains(connection, "commit", self._committing):
             event.listen(connection, "commit", self._committing)
+            event.listen(connection, "rollback", self._rolling_back)
 
     def _committing(self, connection: Connection) -> None:
         if not self._may_commit:
@@ -134,6 +138,18 @@ class SqlTransaction:
                 "commit to the provider of the session, and commit there only if its yield returns None"
             )
         self._committed = True
+
+    def _rolling_back(self, connection: Connection) -> None:
+        # Not refused here: the scope of a failed handler rolls back as well.
+        self._was_rolled_back = True
+
+    def _refuse_rollback(self) -> None:
+        if self._was_rolled_back:
+            raise ApplicationError(
+                "something rolled back the transaction of a handler before its outcome was written, and with it the "
+                "handler's writes. To undo a part of them, use a savepoint: `async with session.begin_nested()`. To "
+                "undo everything, raise an error"
+            )
 
 
 def _parts(error: BaseException) -> Iterator[BaseException]:
