@@ -20,6 +20,7 @@ from integr8s_idem.config import Settings
 from integr8s_idem.config.message_text import lacking
 from integr8s_idem.errors import ApplicationError, EventTooLargeError
 from integr8s_idem.events import BaseEvent, Message, derived_event_id
+from integr8s_idem.keys.fingerprints import fingerprint_of
 from integr8s_idem.telemetry import Observer
 from integr8s_idem.worker.publisher import EventPublisher
 
@@ -113,6 +114,8 @@ class OutgoingEvents:
         """The transaction in which the events are published."""
         self._messages: list[Message] = []
         """The encoded events that are not written yet."""
+        self._by_id: dict[tuple[str, str], BaseEvent] = {}
+        """All events of the block, by type and id."""
         self.has_ended = False
         """Whether the block has ended, so that further events are refused."""
 
@@ -123,6 +126,8 @@ class OutgoingEvents:
         the one that you set; or derived from `id_from`; or, within a guarded run, derived from the key of the run and
         the order of the calls in it, so that another run publishes the same ids; otherwise random.
 
+        The same event again, with the same id and the same payload, is written once.
+
         Args:
             event: Its `aggregate_id` is the Kafka key, within which order is kept.
             id_from: Identifies what happened, such as an order number, among events of this service and type.
@@ -131,8 +136,8 @@ class OutgoingEvents:
             TypeError: `event` is not an event.
             EventError: The event contains NaN or infinity.
             EventTooLargeError: The event is larger than `max_event_bytes`.
-            ApplicationError: The block has ended, another savepoint or transaction has begun within it, or the event
-                has both an id and `id_from`.
+            ApplicationError: The block has ended, another savepoint or transaction has begun within it, the event has
+                both an id and `id_from`, or another event of the block has its type and id.
         """
         if self.has_ended:
             raise ApplicationError(_ENDED)
@@ -146,8 +151,11 @@ class OutgoingEvents:
         event_id = self._id_of(event, id_from)
         message = self._publisher.message(event.model_copy(update={"event_id": event_id, "metadata": metadata}))
         self._refuse_too_large(message)
+        is_repeated = self._is_repeated(event, event_id)
         self.transaction.note_event()
-        self._messages.append(message)
+        if not is_repeated:
+            self._by_id[event.event_type, event_id] = event
+            self._messages.append(message)
         return event_id
 
     def end(self, error: BaseException | None) -> bool:
@@ -177,6 +185,18 @@ class OutgoingEvents:
         size = len(message.value) + len(message.key or b"") + headers
         if size > self._limit:
             raise EventTooLargeError(message.topic, size, self._limit)
+
+    def _is_repeated(self, event: BaseEvent, event_id: str) -> bool:
+        earlier = self._by_id.get((event.event_type, event_id))
+        if earlier is None:
+            return False
+        if fingerprint_of(earlier) != fingerprint_of(event):
+            # Consumers would dead-letter it as `key_reused`.
+            raise ApplicationError(
+                f"{type(event).__name__} has the id {event_id} of another event of this block, whose payload differs: "
+                "give each event an event_id or id_from= of its own"
+            )
+        return True
 
     def _id_of(self, event: BaseEvent, id_from: str | None) -> str:
         if "event_id" in event.model_fields_set:

@@ -275,6 +275,33 @@ async def test_an_event_with_an_id_keeps_it_and_refuses_another_source(engine: A
         await published_ids(engine, own, id_from="order-7")
 
 
+async def test_two_events_with_one_id_in_a_block_are_refused(engine: AsyncEngine) -> None:
+    with pytest.raises(ApplicationError, match=r"OrderPlaced .* the id .* of another event of this block"):
+        await published_ids(engine, OrderPlaced(number=1), OrderPlaced(number=2), id_from="order-7")
+    with pytest.raises(ApplicationError, match=r"OrderPlaced has the id mine of another event of this block"):
+        await published_ids(
+            engine, OrderPlaced(number=1, event_id="mine"), OrderPlaced(number=2, event_id="mine"), OrderPlaced()
+        )
+
+    assert await waiting(engine) == []
+
+
+async def test_an_event_that_is_published_twice_in_a_block_is_written_once(engine: AsyncEngine) -> None:
+    one = OrderPlaced(number=1)
+    assert len(set(await published_ids(engine, OrderPlaced(number=2), OrderPlaced(number=2), id_from="order-7"))) == 1
+    assert await published_ids(engine, *[one.model_copy(update={"event_id": "mine"})] * 2) == ["mine", "mine"]
+
+    assert await numbers_waiting(engine) == [2, 1]
+
+
+async def test_events_of_different_types_may_have_one_id(engine: AsyncEngine) -> None:
+    class OrderPaid(BaseEvent):
+        event_type: Literal["order_paid"] = "order_paid"
+
+    assert await published_ids(engine, OrderPlaced(event_id="7"), OrderPaid(event_id="7")) == ["7", "7"]
+    assert await waiting(engine) == ["7", "7"]
+
+
 async def test_an_empty_source_of_ids_is_refused(engine: AsyncEngine) -> None:
     with pytest.raises(ApplicationError, match="id_from= is empty"):
         await published_ids(engine, OrderPlaced(), id_from="")
