@@ -51,10 +51,16 @@ def log_addresses(settings: Settings, own: Settings) -> None:
     kafka, store = settings.kafka.bootstrap_servers, settings.store
     if isinstance(store, SqliteStoreSettings):
         _log.info("embedded Kafka (emulator) on %s, records in %s ([store] path)", kafka, store.path)
-        return
-    assert isinstance(store, RedisStoreSettings)
-    _log.info("embedded Kafka (emulator) on %s, embedded Redis on %s", kafka, store.url)
-    if not isinstance(own.store, RedisStoreSettings):
+    else:
+        assert isinstance(store, RedisStoreSettings)
+        _log.info("embedded Kafka (emulator) on %s, embedded Redis on %s", kafka, store.url)
+    if own.kafka.group_instance_id is not None:
+        _log.warning(
+            '--embedded ignores [kafka] group_instance_id ("%s"): the emulator has no static membership, so restarts '
+            "rebalance, and two workers with one id are not detected",
+            own.kafka.group_instance_id,
+        )
+    if not isinstance(own.store, RedisStoreSettings | SqliteStoreSettings):
         _log.warning(
             '--embedded ignores [store] (kind = "%s"): records are kept in the embedded Redis and lost when it stops',
             own.store.kind,

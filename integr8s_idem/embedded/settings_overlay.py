@@ -17,6 +17,9 @@ NO_KAFKA_CREDENTIALS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """Credentials of real brokers do not apply to embedded ones."""
 
+_NO_STATIC_MEMBERSHIP: Final[Mapping[str, Any]] = {"group_instance_id": None}
+"""The emulator does not implement it."""
+
 _NO_STORE_CREDENTIALS: Final[Mapping[str, Any]] = {
     "username": None,
     "password": None,
@@ -41,7 +44,8 @@ def embedded_settings(own: Settings, servers: Mapping[str, Any]) -> Mapping[str,
     """
     # The default port may be used by another worker of this machine.
     is_set = "metrics_port" in own.telemetry.model_fields_set
-    below = {**NO_KAFKA_CREDENTIALS, **({} if is_set else {"telemetry": {"metrics_port": 0}})}
+    kafka = {**NO_KAFKA_CREDENTIALS["kafka"], **_NO_STATIC_MEMBERSHIP}
+    below = {"kafka": kafka, **({} if is_set else {"telemetry": {"metrics_port": 0}})}
     # The section is replaced as a whole, since settings of another kind of store do not apply.
     return {**merged(below, servers), "store": _store(own.store, servers.get("store"))}
 

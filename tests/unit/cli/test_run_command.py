@@ -367,6 +367,17 @@ def test_other_stores_are_replaced_by_the_embedded_redis_with_a_warning(
     assert "--embedded ignores [store] (kind = " in messages(capsys)[1]
 
 
+def test_embedded_servers_ignore_static_membership_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    store = '[store]\nkind = "sqlite"\npath = "shop.db"'
+    Path("settings.toml").write_text(f'[kafka]\ngroup_instance_id = "billing-a"\n{store}')
+    group = FakeGroup()
+
+    run(options(embedded=True), group, FakeServers())
+
+    assert group.settings.kafka.group_instance_id is None
+    assert "--embedded ignores [kafka] group_instance_id" in messages(capsys)[1]
+
+
 def test_warnings_about_settings_are_logged_with_embedded_servers(capsys: pytest.CaptureFixture[str]) -> None:
     Path("settings.toml").write_text('[kafka]\nauto_offset_reset = "latest"\n[services.audit]\nmax_in_flight = 2')
 
