@@ -84,6 +84,8 @@ def list_command(
     """
 
     def run() -> int:
+        if group and summary:
+            raise ApplicationError("--summary counts by service and reason, --group by handler and error: use one")
         filters = Filters(service, reason, error, event_type, key, since, until)
         search = search_of(Source(settings, embedded, application), topic, filters, limit)
         if group:

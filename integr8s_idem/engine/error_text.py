@@ -15,5 +15,6 @@ def describe_error(error: BaseException) -> str:
     """Describe `error` in one line of limited length without credentials, for records, logs and dead letters."""
     message = text_of(error)
     # Truncate before redacting to bound its cost, but with a margin so that no credential is cut in two.
-    text = redacted(" ".join(f"{type(error).__name__}: {message[: 4 * LONGEST_ERROR]}".split()))
+    name, words = type(error).__name__, message[: 4 * LONGEST_ERROR].split()
+    text = redacted(" ".join([f"{name}:" if words else name, *words]))
     return text if len(text) <= LONGEST_ERROR else text[: LONGEST_ERROR - 1] + "…"

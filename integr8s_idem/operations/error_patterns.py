@@ -14,7 +14,13 @@ LONGEST: Final = 300
 # Each alternative begins where the previous character cannot belong to it, so that no text is scanned twice.
 _VARIABLE: Final = re.compile(
     r"""
-    (?P<text>"[^"]*"|(?<!\w)'[^']*'(?!\w)|`[^`]*`|\u201c[^\u201c\u201d]*\u201d)
+    (?P<text>(?<!\\)"(?:[^"\\]|\\.)*+"
+           |(?<![\w\\])'(?:[^'\\]|\\.|(?<=\w)'(?=\w))*+'(?!\w)
+           |\\"[^"\\]*\\"|\\'[^'\\]*\\'|`[^`]*`
+           |[\u201c\u201d\u201e][^\u201c\u201d\u201e]*[\u201c\u201d]
+           |[\u2018\u201a](?:[^\u2018\u2019\u201a]|(?<=\w)\u2019(?=\w))*+[\u2018\u2019]
+           |\u00ab[^\u00ab\u00bb]*\u00bb|\u00bb[^\u00ab\u00bb]*\u00ab
+           |\u2039[^\u2039\u203a]*\u203a|\u203a[^\u2039\u203a]*\u2039)
   | (?P<address>(?<![\w.+-])(?:[a-z][a-z0-9+.-]{0,30}://[^\s"'<>`\u201c]+
                              |[\w.+-]+@[\w-]+(?:\.[\w-]+)*
                              |\[(?=[0-9a-f.]{0,45}:)[0-9a-f:.]{1,45}\](?::\d+)?
@@ -26,6 +32,9 @@ _VARIABLE: Final = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
+_HINT: Final = re.compile(r"\s*\bRead more: integr8s-idem errors \w+")
+"""The end of the messages of this library."""
+
 _SPACES: Final = re.compile(r"\s+")
 
 
@@ -37,5 +46,5 @@ def pattern_of(message: str) -> str:
     Args:
         message: Message of an error, of any length; only its first `MOST_READ` characters count.
     """
-    text = _SPACES.sub(" ", message[:MOST_READ]).strip()
+    text = _SPACES.sub(" ", _HINT.sub("", message[:MOST_READ])).strip()
     return _VARIABLE.sub(lambda found: f"<{found.lastgroup}>", text)[:LONGEST].rstrip()

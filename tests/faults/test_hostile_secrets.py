@@ -217,6 +217,11 @@ def test_credentials_in_error_texts_are_redacted(text: str, redacted_text: str) 
 
 
 @pytest.mark.scenario(108, 110)
+@pytest.mark.parametrize("message", ["", " \n"])
+def test_an_error_without_a_message_has_no_colon(message: str) -> None:
+    assert describe_error(ValueError(message)) == "ValueError"
+
+
 @pytest.mark.parametrize("piece", ["://", "password=", "x", "a://b:", " ", "@", "://@"])
 def test_an_error_text_of_megabytes_is_truncated_quickly(piece: str) -> None:
     error = ValueError(piece * 1_000_000)

@@ -198,6 +198,7 @@ def test_the_example_contains_the_sections_of_an_application() -> None:
     ("arguments", "shown"),
     [
         (["run", "cli_shop"], "ApplicationError: "),
+        (["dlq", "list", "--group", "--summary"], "use one"),
         (["run", "cli_nowhere:platform"], 'module "cli_nowhere" not found'),
         (["run", "cli_shop:platform", "--service", "audit"], "known services: billing"),
         (["run", "cli_shop:platform", "--settings", "gone.toml"], "gone.toml: 1 mistake"),

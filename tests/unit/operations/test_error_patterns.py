@@ -19,6 +19,13 @@ WORDS = st.text("abcxyz :,.-_'\"/@[]()<>=\n\t", max_size=60)
         ("ValueError: no such card 'abc' for order 17", "ValueError: no such card <text> for order <number>"),
         ("can't parse 'x' at 0x7f32aa", "can't parse <text> at <id>"),
         ('no column "customer_id", `x` or “y”', "no column <text>, <text> or <text>"),
+        ("no card of \u2018Ann\u2019 or „Bob“", "no card of <text> or <text>"),
+        ("no card of \u2039Bob\u203a, «Ann» or \u203aAnn\u2039", "no card of <text>, <text> or <text>"),
+        ("no card of \u201aAnn\u2018, »Bob« or ”Bob”", "no card of <text>, <text> or <text>"),
+        (r"""no card of 'O\'Brien' or "the \"Bob\"" here""", "no card of <text> or <text> here"),
+        ("in 'Ann's name' and \u2018Ann\u2019s name\u2019", "in <text> and <text>"),
+        (r"body {\"name\": \"Ann\"}", "body {<text>: <text>}"),
+        ("key reused. Read more: integr8s-idem errors KeyReusedError", "key reused."),
         ("timeout after 3.5 s at https://api.example.com/v1/x?id=7", "timeout after <number> s at <address>"),
         ("connect to db-1.internal:5432 failed", "connect to <address> failed"),
         ("10.0.0.1:6379 and [::1]:80 refuse", "<address> and <address> refuse"),
@@ -70,6 +77,11 @@ def test_white_space_does_not_count(message: str) -> None:
 
 @pytest.mark.parametrize("part", ["a", "a-", "a.", "a@", "'a ", '"', "[:", "1.", "1,", "a:1", "http://", "0-", "e+"])
 def test_no_message_takes_long(part: str) -> None:
+    assert_quick(part * (MOST_READ // len(part)) + "!")
+
+
+@pytest.mark.parametrize("part", ["'a'", "\\'a ", '\\"', '"\\', "\u2018a\u2019", "\u201e", "\u00ab", "\u2039"])
+def test_no_message_with_quotes_takes_long(part: str) -> None:
     assert_quick(part * (MOST_READ // len(part)) + "!")
 
 
