@@ -12,7 +12,7 @@ IdempotencyError
 ├── LeaseLostError              the reservation was taken over, or may have been            (retryable)
 ├── HandlerTimeoutError         a handler ran longer than its service allows                (retryable)
 ├── HandlerCancelledError       a handler raised CancelledError without being cancelled      (retryable)
-├── HandlerExitError            a handler called sys.exit()                                 (retryable)
+├── HandlerExitError            a handler called sys.exit(), or raised a BaseException      (retryable)
 ├── PartialFailureError         raised by batch handlers: some events failed
 ├── TransactionAbortedError     the database rolled a transaction back (deadlock, conflict) (retryable)
 ├── RetryAfter                  raised by handlers: a retry can succeed after a delay       (retryable)
@@ -314,16 +314,22 @@ class HandlerCancelledError(IdempotencyError):
 
 @_with_fields
 class HandlerExitError(IdempotencyError):
-    """A handler called `sys.exit()`, which would have ended the process while other deliveries were being handled."""
+    """A handler called `sys.exit()`, or raised another error that is not an `Exception`.
+
+    It would have ended the process or the service while other deliveries were being handled.
+    """
 
     retryable = True
 
     handler: str
+    raised: str = ""
+    """The class and the text of the error; empty for `sys.exit()`."""
 
     def _message(self) -> str:
+        done = f"raised an error that is not an Exception ({self.raised})" if self.raised else "called sys.exit()"
         return (
-            f"handler {self.handler} called sys.exit(). This counts as a failure, and the process keeps running. "
-            f"Raise an error instead."
+            f"handler {self.handler} {done}. This counts as a failure, and the process keeps running. "
+            f"Raise an {'Exception' if self.raised else 'error'} instead."
         )
 
 

@@ -484,6 +484,8 @@ class IdempotencyManager:
             ResultDecodeError: The work is done, but its result does not match the return annotation.
             StoreError: The store did not answer; nothing was done, except with `ResultNotStoredError`.
             Exception: Any error of `function`, unchanged.
+            BaseException: As well, such as `SystemExit`; but then no outcome is recorded, and the key stays reserved
+                until the lease ends, as after a crash.
         """
         refuse_call(function, "manager.run(key, function)")
         refuse_generator(function)

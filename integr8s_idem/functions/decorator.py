@@ -83,6 +83,8 @@ def idempotent(
         OutcomeUnknownError: At a call: `reconcile` answered `Unknown`; call again after its `delay`.
         IdempotencyConflictError: At a call: a concurrent duplicate is still running after `lock_timeout`.
         IdempotencyError: At a call: any error of `IdempotencyManager.run`.
+        BaseException: At a call: any error of the function, unchanged.  If it is not an `Exception`, the key stays
+            reserved until the lease ends, as after a crash.
     """
     parsed_ttl, longest_wait = duration(ttl, "ttl"), duration(lock_timeout, "lock_timeout")
     _check_options(manager, container, parsed_ttl)

@@ -19,6 +19,7 @@ from integr8s_idem._util.first_step import as_coroutine, rest
 from integr8s_idem.config import OnFailure, OnInProgress
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.active_runs import run_of
+from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.engine.iterators import PLAIN_CLASSES
 from integr8s_idem.engine.manager import IdempotencyManager
@@ -388,9 +389,14 @@ class EventHandler:
                 raise
             # The handler raised it, nobody cancelled this task: it must not end the caller.
             raise HandlerCancelledError(self.name) from error
-        except SystemExit as error:
-            # It would end the process with all of its services.
-            raise HandlerExitError(self.name) from error
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            if _is_close(error):
+                raise
+            # It would end the process with all of its services, or this service.
+            raised = "" if isinstance(error, SystemExit) else describe_error(error)
+            raise HandlerExitError(self.name, raised) from error
 
     async def _publish(self, events: Sequence[BaseEvent], patient: bool) -> None:
         if self._publisher is None:
@@ -408,6 +414,12 @@ class EventHandler:
                     raise
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
+
+
+def _is_close(error: BaseException) -> bool:
+    """Whether `error` closes the coroutine that has caught it: then no function called by it has raised the error."""
+    trace = error.__traceback__
+    return isinstance(error, GeneratorExit) and trace is not None and trace.tb_next is None
 
 
 class IdempotentEventHandler(EventHandler):

@@ -56,7 +56,7 @@ class ReconcilingEventHandler(IdempotentEventHandler):
             )
         event = self._registered.event
         self._reconcile = RegisteredHandler(event, self.name, reconcile, is_reconcile=True)
-        # Limits the call as that of a handler, and turns a CancelledError or sys.exit() of its own into a failure.
+        # Limits the call as that of a handler, and turns any other error than an Exception into a failure.
         self._asked = EventHandler(
             reconcile,
             name=f"{self.name} (reconcile)",

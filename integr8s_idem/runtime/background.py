@@ -48,7 +48,7 @@ async def run_worker(
             task.cancel()
         await asyncio.wait({consuming, *tasks})
     for task in tasks:
-        if not task.cancelled():
+        if task in done or not task.cancelled():
             task.result()
 
 

@@ -59,7 +59,7 @@ class RunningService:
         self._process = process
         self._on_first_poll = on_first_poll
         self._isolation = isolation
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._settings = settings
         self._worker: ServiceWorker | None = None
         self._stopping = False
@@ -105,7 +105,12 @@ class RunningService:
             self.error = error
             cause = error.__cause__ if isinstance(error, ApplicationError) else None
             logger.error("service %s failed: %s: %s", self.service.name, type(error).__name__, error, exc_info=cause)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            # Otherwise, the process would exit with status 0, and nothing would restart it.
+            if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
+                raise
             self.error = error
             logger.exception("service %s failed", self.service.name)
 
@@ -202,6 +207,12 @@ def reading_of(dispatcher: EventDispatcher, topics: Sequence[str]) -> Reading:
     return Reading(tuple(topics), dispatcher.ttl.total_seconds(), "the ttl of its dispatcher" if own else TTL)
 
 
+def _is_being_cancelled() -> bool:
+    """Whether the current task has been cancelled, rather than that it awaits something that was."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def _close(container: AsyncContainer, name: str) -> None:
     try:
         await bounded(container.close(), CLOSE_SECONDS)
@@ -294,7 +305,7 @@ class ServiceGroup:
             stack.enter_context(self._link.attached(self) if self._link else self._signals())
             self._tasks = [asyncio.get_running_loop().create_task(service.run()) for service in self._running]
             await asyncio.wait(self._tasks)
-        return 1 if self._stops > 1 or self.stuck or any(service.error for service in self._running) else 0
+        return 1 if self._stops > 1 or self.stuck or any(service.error is not None for service in self._running) else 0
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -264,8 +264,8 @@ class Conclusions:
                 run.release()
             if task.cancelled():
                 self.cancelled(item)
-            else:
-                self._tasks.has_succeeded(task, item)
+            elif (error := task.exception()) is not None:
+                self.broken(item, error)
 
         return self._tasks.begin_for(item.delivery, attempting(), ended, item)
 

@@ -68,13 +68,13 @@ class PipelineTasks:
         delivery.add_task(task)
         return task
 
-    def has_succeeded(self, task: asyncio.Task[None], source: LogSource | None = None) -> bool:
+    def has_succeeded(self, task: asyncio.Task[None]) -> bool:
         """Whether an ended task was not cancelled and raised no error; an error is reported as a bug."""
         if task.cancelled():
             return False
         error = task.exception()
         if error is not None and error is not self._reported:
-            self.report_bug(error, source)
+            self.report_bug(error)
         return error is None
 
     def stop_service(self, error: BaseException) -> None:

@@ -24,6 +24,7 @@ EXAMPLES: list[IdempotencyError] = [
     errors.HandlerTimeoutError("charge", LEASE),
     errors.HandlerCancelledError("charge"),
     errors.HandlerExitError("charge"),
+    errors.HandlerExitError("charge", "PanicException: called `unwrap` on None"),
     errors.PartialFailureError({}),
     errors.TransactionAbortedError("order:1", "a deadlock"),
     errors.DiscardedError("order:1", 1, "ValueError: no"),

@@ -22,7 +22,7 @@ from integr8s_idem.errors import (
 from integr8s_idem.records import IdempotencyStatus, KeyReused
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
-from tests.support.guarded import Job, guarded
+from tests.support.guarded import LEASE, Job, guarded
 from tests.support.versions import OrderPlaced, OrderPlacedLater
 
 ONE, TWO = b"1" * 16, b"2" * 16
@@ -331,3 +331,25 @@ async def test_invalid_keys_are_rejected(key: object) -> None:
 def test_the_error_of_a_manager_without_a_repository_names_the_options() -> None:
     with pytest.raises(ApplicationError, match="MemoryIdempotencyRepository"):
         IdempotencyManager(scope="billing")
+
+
+class Panic(BaseException):
+    """As the panics of Rust extensions."""
+
+
+@pytest.mark.parametrize("seconds", [0, 3 * LEASE], ids=["at once", "after renewals"])
+@virtual_time
+async def test_after_an_error_that_is_not_an_exception_the_key_is_reserved_until_the_lease_ends(seconds: float) -> None:
+    here, error = guarded(), Panic("broken")
+    job = Job(errors=[error], seconds=seconds)
+
+    with pytest.raises(Panic) as caught:
+        await here.manager.run("order:1", job)
+    job.seconds = 0
+
+    assert caught.value is error
+    with pytest.raises(InProgressError):
+        await here.manager.run("order:1", job, on_in_progress=OnInProgress.RAISE)
+    await asyncio.sleep(LEASE + 1)
+    assert await here.manager.run("order:1", job) == "receipt-1"
+    assert (await here.record()).attempt == 2

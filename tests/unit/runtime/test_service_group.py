@@ -6,6 +6,7 @@ import asyncio
 import logging
 from io import StringIO
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 from dishka import STRICT_VALIDATION, AsyncContainer, make_async_container, make_container
@@ -24,6 +25,9 @@ from integr8s_idem.integrations.dishka import (
     TelemetryProvider,
 )
 from integr8s_idem.runtime import ServiceGroup
+from integr8s_idem.runtime.background import wait_forever
+from integr8s_idem.runtime.service_group import RunningService
+from integr8s_idem.worker.isolation_gate import IsolationGate
 from tests.support.conditions import eventually
 from tests.support.ports import reserve_port
 from tests.support.workers import OrderPlaced
@@ -136,3 +140,43 @@ async def test_if_kafka_and_the_store_are_down_both_are_reported() -> None:
 
     assert f"cannot reach Kafka at 127.0.0.1:{broker}" in message
     assert f"no connection to Redis: connection refused (Error 111 connecting to 127.0.0.1:{store}" in message
+
+
+class Panic(BaseException):
+    """As the panics of Rust extensions."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Panic("broken"), GeneratorExit(), SystemExit(0), asyncio.CancelledError(), BaseExceptionGroup("g", [Panic()])],
+    ids=lambda error: type(error).__name__,
+)
+async def test_a_service_that_ends_with_any_error_has_failed(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(settings: Settings) -> AsyncContainer:
+        raise error
+
+    group = ServiceGroup([Service("billing", container=broken)], SETTINGS)
+    with caplog.at_level(logging.ERROR):
+        assert await group.run() == 1
+
+    assert "service billing failed" in caplog.messages
+    assert group.reports()[0].state == "failed"
+    assert not group.health().live
+
+
+async def test_a_service_that_is_cancelled_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
+    async def serve(running: RunningService) -> None:
+        await wait_forever()
+
+    running = RunningService(Service("billing", container=container), SETTINGS, IsolationGate())
+    with mock.patch.object(RunningService, "_run", serve):
+        task = asyncio.create_task(running.run())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+
+    assert task.cancelled()
+    assert running.error is None
+    assert "service billing failed" not in caplog.messages

@@ -13,6 +13,7 @@ import pytest
 
 from integr8s_idem.config import OnKeyReused
 from integr8s_idem.handlers.dispatcher import EventDispatcher, EventRouter
+from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.records import Completion, IdempotencyStatus, ReserveRequest, Verdict
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
@@ -39,6 +40,10 @@ from tests.support.pipelines import (
 )
 
 
+class Panic(BaseException):
+    """As the panics of Rust extensions."""
+
+
 async def cancel(worker: RunningWorker) -> None:
     worker.task.cancel()
     await asyncio.wait({worker.task}, timeout=3_600)
@@ -55,7 +60,7 @@ async def failure_of(dispatcher: EventDispatcher, broker: FakeBroker, **service:
     try:
         async with running(dispatcher, broker, **service) as worker:
             await asyncio.wait({worker.task}, timeout=3_600)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, Panic) as error:
         return worker.worker, str(error)
     raise AssertionError("the worker did not fail")
 
@@ -323,6 +328,22 @@ async def test_a_bug_in_a_task_of_the_pipeline_stops_the_service() -> None:
 
     assert why == "a bug"
     assert broker.committed == {}
+
+
+@virtual_time
+async def test_a_bug_in_the_attempt_of_a_suspect_stops_the_service_and_its_event_is_redelivered() -> None:
+    here, depot, broker = guarded(), Depot(), sent(3)
+    for _ in range(2):
+        await reserved_by_another(here, 1, timedelta(seconds=1))
+        await asyncio.sleep(2)
+
+    with mock.patch.object(GuardedExecution, "run_isolated", side_effect=Panic("broken")):
+        worker, why = await failure_of(dispatcher_of(depot.handle, here), broker)
+
+    assert why == "broken"
+    assert unfinished(worker) == {}
+    assert await leases_left(here) == []
+    assert depot.done == [0]
 
 
 @virtual_time
