@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
+from integr8s_idem._util.longest_duration import limited
 from integr8s_idem.diagnostics import Code, StoreWarning
 from integr8s_idem.records import (
     NOBODY,
@@ -35,8 +36,6 @@ __all__ = ["MemoryIdempotencyRepository"]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
-_NOTHING: Final = timedelta(0)
-_CENTURY: Final = timedelta(days=36_500)
 _SWEEP_EVERY: Final = 1_024
 
 
@@ -96,7 +95,7 @@ class MemoryIdempotencyRepository:
         released = entry.lease_until is None
         if entry.token == request.token and not released:
             # The caller's own reservation: the answer to an earlier call was lost.
-            entry.lease_until = now + _lease(request.lease)
+            entry.lease_until = now + limited(request.lease)
             entry.expires_at = now + _life(request)
             entry.alone = request.alone
             return _reserved(request, entry)
@@ -118,7 +117,7 @@ class MemoryIdempotencyRepository:
             attempt=1 if last is None else last.attempt + 1,
             fence=fence,
             token=request.token,
-            lease_until=now + _lease(request.lease),
+            lease_until=now + limited(request.lease),
             expires_at=now + _life(request),
             previous=previous,
             fingerprint=request.fingerprint,
@@ -132,7 +131,7 @@ class MemoryIdempotencyRepository:
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
         now = self._clock()
-        return [self._renew(reservation, now, _lease(lease)) for reservation in reservations]
+        return [self._renew(reservation, now, limited(lease)) for reservation in reservations]
 
     def _renew(self, reservation: Reserved, now: datetime, lease: timedelta) -> bool:
         entry = self._held(reservation, now)
@@ -175,7 +174,7 @@ class MemoryIdempotencyRepository:
             return None, existing is not None and existing.status is status and existing.fence == reservation.fence
         entry.status = status
         entry.settled_at = now
-        entry.expires_at = now + min(ttl, _CENTURY)
+        entry.expires_at = now + limited(ttl)
         entry.lease_until = None
         entry.owner = ""
         return entry, True
@@ -195,8 +194,8 @@ class MemoryIdempotencyRepository:
         if entry is None:
             return False
         entry.token = NOBODY
-        entry.lease_until = now + _lease(delay)
-        entry.expires_at = max(entry.expires_at, now + min(_lease(delay) + max(retention, NO_DELAY), _CENTURY))
+        entry.lease_until = now + limited(delay)
+        entry.expires_at = max(entry.expires_at, now + limited(limited(delay) + limited(retention)))
         return True
 
     def _release(self, reservation: Reserved, now: datetime) -> bool:
@@ -319,13 +318,9 @@ def _utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-def _lease(lease: timedelta) -> timedelta:
-    return min(max(lease, _NOTHING), _CENTURY)
-
-
 def _life(request: ReserveRequest) -> timedelta:
     # If the record expired before its lease, the key could have two owners.
-    return min(max(request.retention, request.lease), _CENTURY)
+    return limited(max(request.retention, request.lease))
 
 
 def _reserved(request: ReserveRequest, entry: _Entry, trace: TraceLink | None = None) -> Reserved:

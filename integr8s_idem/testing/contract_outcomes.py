@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
@@ -11,6 +12,8 @@ from integr8s_idem.records import (
     Completed,
     Completion,
     Failed,
+    Failure,
+    IdempotencyStatus,
     InProgress,
     Reserved,
     StoredResult,
@@ -73,6 +76,23 @@ class SettlingContract:
         assert isinstance(verdict, Completed)
         dropped = result is not None and len(result.body) > store.largest_result
         assert (verdict.result, verdict.result_dropped) == (None if dropped else result, dropped)
+
+    @pytest.mark.parametrize("length", [timedelta(days=36_500), timedelta.max - TTL, timedelta.max], ids=str)
+    async def test_an_outcome_can_have_the_longest_ttl(self, store: StoreUnderTest, length: timedelta) -> None:
+        requests = [replace(wish(new_key()), retention=length) for _ in range(2)]
+        done, failed = await store.repository.reserve(requests)
+        assert isinstance(done, Reserved)
+        assert isinstance(failed, Reserved)
+
+        assert await store.repository.complete([Completion(reservation=done, ttl=length)]) == [True]
+        assert await store.repository.fail([Failure(reservation=failed, ttl=length, error="no")]) == [True]
+
+        await store.advance(timedelta(days=10_000))
+        records = await store.repository.get([done.key, failed.key])
+        assert [record.status for record in records if record is not None] == [
+            IdempotencyStatus.COMPLETED,
+            IdempotencyStatus.FAILED,
+        ]
 
     async def test_a_dropped_result_is_distinguished_from_none(self, store: StoreUnderTest) -> None:
         key = new_key()

@@ -202,3 +202,19 @@ class SchedulingContract:
         assert await schedule(store, first, delay=LEASE) == [True]
 
         assert isinstance(await ask(store, wish(key)), Scheduled)
+
+    @pytest.mark.parametrize("retention", [timedelta(0), RETENTION, timedelta.max], ids=str)
+    @pytest.mark.parametrize("delay", [timedelta(days=36_500), timedelta.max - RETENTION, timedelta.max], ids=str)
+    async def test_work_can_be_scheduled_for_the_longest_delay(
+        self, store: StoreUnderTest, delay: timedelta, retention: timedelta
+    ) -> None:
+        key = new_key()
+
+        assert await schedule(store, await take(store, key), delay=delay, retention=retention) == [True]
+
+        verdict = await ask(store, wish(key))
+        assert isinstance(verdict, Scheduled)
+        assert verdict.retry_after > timedelta(days=36_499)
+        (record,) = await store.repository.get([key])
+        assert record is not None
+        assert record.is_scheduled

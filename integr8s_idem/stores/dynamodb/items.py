@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeAlias
 
+from integr8s_idem._util.longest_duration import limited
 from integr8s_idem.records import (
     NOBODY,
     Completed,
@@ -46,7 +47,6 @@ FAILED: Final = 3
 PURGE_DELAY: Final = 3_600 * SECOND
 """Delay between expiry and deletion, longer than any clock difference that AWS accepts, so that fences always grow."""
 
-_MAX_DURATION: Final = timedelta(days=36_500)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _PREVIOUS: Final = (Previous.NONE, Previous.RELEASED, Previous.LAPSED)
 _STATUS: Final = {
@@ -96,7 +96,7 @@ def text(value: str) -> dict[str, str]:
 
 def microseconds(length: timedelta) -> int:
     """Return a duration in microseconds, limited to a range from zero to a century."""
-    return max(0, min(length, _MAX_DURATION) // timedelta(microseconds=1))
+    return limited(length) // timedelta(microseconds=1)
 
 
 def purge_at(expires_at: int) -> dict[str, str]:

@@ -77,6 +77,7 @@ from struct import Struct
 from typing import Final, NamedTuple, TypeAlias
 from zlib import crc32
 
+from integr8s_idem._util.longest_duration import LONGEST
 from integr8s_idem.records import (
     JSON,
     NOBODY,
@@ -157,7 +158,7 @@ _DAMAGED: Final = "it is damaged: a checksum does not match"
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST_MS: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // _MILLISECOND
-_LONGEST_MS: Final = timedelta(days=36_500) // _MILLISECOND
+_LONGEST_MS: Final = LONGEST // _MILLISECOND
 
 
 class UnreadableError(ValueError):

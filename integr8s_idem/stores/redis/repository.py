@@ -9,6 +9,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 from redis.exceptions import AskError, ResponseError, TryAgainError
 
+from integr8s_idem._util.longest_duration import limited
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.errors import CorruptRecordError, StoreConfigurationError
 from integr8s_idem.records import (
@@ -94,7 +95,7 @@ class RecordsInRedis:
         keys = [reservation.key for reservation in reservations]
         if delay > NO_DELAY:
             holders = list(map(codec.encode_holder, reservations))
-            times = codec.encode_times(delay, delay + max(retention, NO_DELAY))
+            times = codec.encode_times(delay, limited(delay) + limited(retention))
             return await self._write("release", scripts.SCHEDULE, keys, holders, [times])
         arguments = [codec.encode_holder(item) + codec.encode_life(2 * item.lease) for item in reservations]
         return await self._write("release", scripts.RELEASE, keys, arguments)

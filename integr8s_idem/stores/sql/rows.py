@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any, Final
 
+from integr8s_idem._util.longest_duration import limited
 from integr8s_idem.records import (
     NOBODY,
     Completed,
@@ -54,8 +55,6 @@ _UNREADABLE: Final = (AttributeError, LookupError, OverflowError, TypeError, Val
 LOCKED_RETRY_AFTER: Final = timedelta(seconds=1)
 """Delay before the next request for a row that a transaction locks."""
 
-MAX_DURATION: Final = timedelta(days=36_500)
-
 _MAX_TIME: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // timedelta(microseconds=1)
 """The latest valid time."""
 
@@ -74,7 +73,7 @@ def unescaped(stored: str) -> str:
 @lru_cache(maxsize=256)  # lengths come from settings, so there are few
 def microseconds(length: timedelta) -> int:
     """Return a duration in microseconds, limited to a range from zero to a century."""
-    return max(0, min(length, MAX_DURATION) // timedelta(microseconds=1))
+    return limited(length) // timedelta(microseconds=1)
 
 
 def verdict_of(request: ReserveRequest, row: Any, now: int) -> Verdict:
