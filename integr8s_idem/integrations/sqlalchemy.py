@@ -58,10 +58,18 @@ class Outbox:
             observer: Adds the headers of the current trace; by default, one that does so if the process has an SDK.
 
         Raises:
-            ApplicationError: `service` is empty.
+            ApplicationError: `settings` are not the settings of a process, or `service` is not a name.
         """
-        if not service:
-            raise ApplicationError("an outbox needs the name of the service that publishes")
+        given: tuple[object, object] = settings, service
+        if not isinstance(given[0], Settings):
+            raise ApplicationError(
+                'an outbox needs the settings, as in Outbox(load_settings(), service="shop"), not '
+                f"{type(given[0]).__name__}"
+            )
+        if not isinstance(given[1], str) or not given[1].strip():
+            raise ApplicationError(
+                f'an outbox needs the name of the service that publishes, as in service="shop", not {given[1]!r}'
+            )
         self._messages = EventPublisher(settings.kafka, observer)  # only encodes, and never connects
         self._limit = settings.kafka.max_event_bytes
         self._service = service
