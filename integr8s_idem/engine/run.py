@@ -436,7 +436,7 @@ class Run(ActiveRun):
 
     def _unguarded_failure(self, error: Exception) -> HandlerFailed | Discarded:
         self._services.observer.count(Signal.HANDLER_FAILED, self.work.event_type)
-        number, rule = self.attempt.number, self.work.rule_for(error)
+        number, rule = self.attempt.number, self.work.rule_for(error, self._services.config)
         if rule is not None and rule.action is FailureAction.DISCARD:
             return Discarded(error, number)
         return HandlerFailed(error, number, self._is_final(error, rule, number), rule)
@@ -466,7 +466,7 @@ class Run(ActiveRun):
     async def _handler_failed(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded:
         services, reserved = self._services, lease.reservation
         services.observer.count(Signal.HANDLER_FAILED, self.work.event_type)
-        rule = self.work.rule_for(error)
+        rule = self.work.rule_for(error, services.config)
         if rule is not None and rule.action is FailureAction.DISCARD:
             return await self._discard(lease, error)
         if self._is_final(error, rule, reserved.attempt, reserved):

@@ -12,7 +12,7 @@ from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 
 from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem._util.tokens import new_token
-from integr8s_idem.config import OnFailure, OnKeyReused
+from integr8s_idem.config import IdempotencyConfig, OnFailure, OnKeyReused
 from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.errors import StoreError
 from integr8s_idem.events import Message
@@ -192,10 +192,13 @@ class Work:
             self.token = new_token()
         return self.token
 
-    def rule_for(self, error: Exception) -> FailureRule | None:
+    def rule_for(self, error: Exception, config: IdempotencyConfig) -> FailureRule | None:
         """Return the rule for a run that has failed with `error`, if there is one."""
         together, self.failed_together = self.failed_together, False
-        return None if self.failures is None else self.failures.decide(error, together=together)
+        if self.failures is None:
+            return None
+        blocks = (self.on_failure or config.on_failure) is OnFailure.BLOCK
+        return self.failures.decide(error, together=together, max_attempts=config.max_attempts, blocks=blocks)
 
     def delay_of(self, rule: FailureRule | None) -> timedelta:
         """Return how long nobody may run this work after a failure that matches `rule`; zero if it is not scheduled."""

@@ -158,7 +158,7 @@ class HandlerExecution:
         handler, tries = self.handler, self._tries
         handler.observer.count(Signal.HANDLER_FAILED, self.event.event_type)
         together, self._failed_together = self._failed_together, False
-        rule = handler.failures.decide(error, together=together)
+        rule = handler.failures.decide(error, together=together, max_attempts=handler.max_attempts)
         if rule is None:
             return HandlerFailed(error, tries, tries >= handler.max_attempts)
         if rule.action is FailureAction.DISCARD:

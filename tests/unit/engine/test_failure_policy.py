@@ -130,3 +130,103 @@ def test_events_that_failed_together_are_retried_even_if_one_attempt_is_allowed(
 
     assert rule is not None
     assert not rule.is_last(1, 1)
+
+
+class MyError(Exception):
+    """An error of the application."""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "chosen"),
+    [
+        (retry(MyError, attempts=2), retry(ValueError, attempts=8), 0),
+        (retry(MyError, attempts=8), retry(ValueError), 1),  # five attempts
+        (retry(MyError, attempts=3), retry(ValueError), 0),
+        (retry_later(MyError, delay=60, attempts=2), retry_later(ValueError, delay=60, attempts=8), 0),
+        (retry_later(MyError, delay=60), retry_later(ValueError, delay=90), 1),
+        (retry(MyError, longest_pause=60), retry(ValueError, longest_pause=90), 1),
+        (retry(MyError, first_pause=1), retry(ValueError, first_pause=9), 1),
+        (retry(MyError), retry(ValueError, jitter=False), 1),
+        (retry(MyError, attempts=1), retry_later(ValueError, delay=1, attempts=8), 1),
+    ],
+    ids=str,
+)
+def test_of_equally_careful_rules_the_one_with_the_fewest_attempts_and_the_longest_pause_decides(
+    first: FailureRule, second: FailureRule, chosen: int
+) -> None:
+    """The order of the errors in a group of a `TaskGroup` is that in which the tasks happened to fail."""
+    errors = [MyError(), ValueError()]
+    for rules in ([first, second], [second, first]):
+        policy = FailurePolicy(rules)
+        for order in (errors, errors[::-1]):
+            assert policy.decide(ExceptionGroup("g", order), max_attempts=5) == [first, second][chosen]
+
+
+def test_a_rule_with_few_attempts_does_not_shorten_the_delay_of_another_error_of_its_group() -> None:
+    policy = FailurePolicy([retry_later(MyError, delay=60, attempts=2)])
+
+    for errors in ([MyError(), RetryAfter(300)], [RetryAfter(300), MyError()]):
+        assert policy.decide(ExceptionGroup("g", errors)) == retry_later(MyError, delay=300, attempts=2)
+
+
+@pytest.mark.parametrize("rule", [retry(MyError), retry(MyError, attempts=9)], ids=str)
+def test_an_error_without_a_rule_has_the_attempts_of_the_service(rule: FailureRule) -> None:
+    policy = FailurePolicy([rule])
+
+    for errors in ([MyError(), KeyError()], [KeyError(), MyError()]):
+        decided = policy.decide(ExceptionGroup("g", errors), max_attempts=3)
+        assert decided == (None if rule.attempts else rule)
+
+
+def test_deeply_nested_groups_are_examined() -> None:
+    group: Exception = ExceptionGroup("g", [MyError()])
+    for _ in range(2_000):
+        group = ExceptionGroup("g", [group])
+
+    assert action_of(FailurePolicy([discard(MyError)]), group) is FailureAction.DISCARD
+
+
+def test_a_group_that_occurs_many_times_in_another_is_examined_once() -> None:
+    group: Exception = ExceptionGroup("g", [MyError()])
+    for _ in range(100):
+        group = ExceptionGroup("g", [group, group])
+
+    assert action_of(FailurePolicy([discard(MyError)]), group) is FailureAction.DISCARD
+
+
+class _Broken(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        raise RuntimeError("cannot be checked")
+
+
+class BrokenError(Exception, metaclass=_Broken):
+    """An error whose class cannot be checked."""
+
+
+def test_if_the_check_of_a_rule_fails_the_error_is_retried_and_no_later_rule_applies(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = FailurePolicy([dead_letter(MyError), stop(BrokenError), discard(Exception)])
+
+    assert action_of(policy, MyError()) is FailureAction.DEAD_LETTER
+    assert policy.decide(KeyError()) is None
+    assert "stop(BrokenError)" in caplog.text
+    assert "cannot be checked" in caplog.text
+
+
+@pytest.mark.parametrize("rule", [retry(MyError, attempts=1), retry_later(MyError, delay=5, attempts=1)], ids=str)
+def test_the_last_attempt_of_events_that_failed_together_is_followed_by_one_alone(rule: FailureRule) -> None:
+    decided = FailurePolicy([rule]).decide(MyError(), together=True)
+
+    assert decided is not None
+    assert decided.action is FailureAction.RETRY
+    assert not decided.is_last(1, 1)
+
+
+def test_without_a_rule_the_only_attempt_of_events_that_failed_together_is_followed_by_one_alone() -> None:
+    decided = FailurePolicy().decide(MyError(), together=True, max_attempts=1)
+
+    assert decided is not None
+    assert not decided.is_last(1, 1)
+    assert FailurePolicy().decide(MyError(), together=True, max_attempts=1, blocks=True) is None
+    assert FailurePolicy().decide(MyError(), together=True, max_attempts=2) is None

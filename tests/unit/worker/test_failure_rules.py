@@ -398,7 +398,17 @@ class Index:
             raise self.error
 
 
-@pytest.mark.parametrize("rule", [discard(KeyError), dead_letter(KeyError)], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        discard(KeyError),
+        dead_letter(KeyError),
+        retry(KeyError, attempts=1),
+        retry_later(KeyError, delay=5, attempts=1),
+        retry(OSError),  # no rule for the error: one attempt, by the settings
+    ],
+    ids=str,
+)
 @both
 async def test_a_rule_ends_only_the_event_that_made_a_batch_fail(rule: FailureRule, guarded: bool) -> None:
     index, router = Index(KeyError("bad")), EventRouter()
@@ -418,6 +428,50 @@ async def test_a_rule_ends_only_the_event_that_made_a_batch_fail(rule: FailureRu
         assert _tally(harness).discarded + len(harness.dead_letters) == 1
     assert index.batches[0] == ["1", "bad", "3"]
     assert sorted(index.batches[1:]) == [["1"], ["3"], ["bad"]]
+
+
+# Errors that are hard to examine.
+
+
+class _Broken(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        raise RuntimeError("cannot be checked")
+
+
+class BrokenError(Exception, metaclass=_Broken):
+    """An error whose class cannot be checked."""
+
+
+def nested(depth: int) -> Exception:
+    group: Exception = ValueError("the innermost error")
+    for _ in range(depth):
+        group = ExceptionGroup("g", [group])
+    return group
+
+
+@pytest.mark.parametrize(
+    ("rules", "error"),
+    [([], nested(600)), ([], nested(3_000)), ([stop(BrokenError), discard(KeyError)], KeyError("no such order"))],
+    ids=["600 groups", "3,000 groups", "a rule that cannot be checked"],
+)
+@all_kinds
+async def test_an_event_whose_error_is_hard_to_examine_is_dead_lettered(
+    kind: dict[str, Any], rules: list[FailureRule], error: Exception
+) -> None:
+    charges = Charges(bad=[error] * MAX_ATTEMPTS)
+
+    async with harness_of(charges, *rules, **kind) as harness:
+        await harness.publish(Placed(order="bad"), Placed(order="2"))
+        [given_up] = harness.dead_letters
+
+        assert given_up.attempts == MAX_ATTEMPTS
+        assert "the innermost error" in given_up.error or "no such order" in given_up.error
+        if kind.get("guarded", True):
+            assert {record.status for record in await harness.records()} == {
+                IdempotencyStatus.FAILED,
+                IdempotencyStatus.COMPLETED,
+            }
+    assert charges.charged == ["2"]
 
 
 # No rules lose an event.
