@@ -159,7 +159,7 @@ def _record_rows(
     yield from _trace_rows(record)
     yield "stored", _stored(record, whole_result)
     if record.fingerprint is not None:
-        yield "fingerprint", f"{record.fingerprint.hex()}; other payloads with this key are refused"
+        yield "fingerprint", f"{record.fingerprint.hex()}; {explained.other_payloads}"
     yield "fence", str(record.fence)
     yield "kept until", _moment(record.expires_at) if record.expires_at else "deleted manually"
 
@@ -179,6 +179,8 @@ def _handled(explained: RecordExplanation, state: RecordState) -> str:
     who = f"{service} (handler {parsed.handler})" if parsed.handler else service
     if state.discarded is not None:
         return f"discarded by {who}: its handler failed with an error that a rule discards"
+    if observed_place(record.result) is not None:
+        return f"yes, or discarded by a rule, by {who}: records of observe mode do not say which"
     if record.status is IdempotencyStatus.COMPLETED:
         return f"yes, by {who}"
     if record.status is IdempotencyStatus.FAILED:

@@ -280,6 +280,7 @@ class Explainer:
             {} if is_step or space is None else await self._steps(repository, space, parsed),
             self._dead_letter_topic(parsed),
             next_delivery.rules,
+            next_delivery.other_payloads(),
         )
 
     async def _generations(self, repository: IdempotencyRepository, parsed: ParsedKey) -> dict[int, AnyRecord]:

@@ -31,6 +31,9 @@ class RecordExplanation:
     rules: tuple[FailureRule, ...] | None = ()
     """The handler's rules for errors, before the default ones; `None` if they are unknown."""
 
+    other_payloads: str = "other payloads with this key are refused"
+    """What happens to deliveries with another payload."""
+
     @property
     def replayed(self) -> tuple[int, AnyRecord] | None:
         """The newest later generation and its record."""

@@ -65,6 +65,14 @@ class NextDelivery:
             return self._failed(state, replayed)
         return self._processing(state)
 
+    def other_payloads(self) -> str:
+        """Describe what happens to deliveries with the same key and another payload."""
+        if self.observes:
+            return "other payloads with this key are handled as well, and counted"
+        if self.config.on_key_reused is OnKeyReused.RUN:
+            return "other payloads with this key are handled unguarded"
+        return "other payloads with this key are refused"
+
     def _refused(self, error: str, reason: str) -> str:
         dead_letter = f"; a worker would dead-letter it ({reason})" if self.by_worker else ""
         return f"would not be handled: {error}{dead_letter}"

@@ -146,6 +146,35 @@ def test_a_discarded_record_is_shown_as_such() -> None:
     assert record_json(COMPLETED, parsed)["discarded"] is False
 
 
+@pytest.mark.parametrize(
+    ("next_delivery", "other_payloads"),
+    [
+        (NextDelivery(CONFIG), "other payloads with this key are refused"),
+        (NextDelivery(CONFIG, observes=True), "other payloads with this key are handled as well, and counted"),
+        (
+            NextDelivery(CONFIG.model_copy(update={"on_key_reused": OnKeyReused.RUN})),
+            "other payloads with this key are handled unguarded",
+        ),
+    ],
+)
+def test_the_fingerprint_says_what_happens_to_other_payloads(next_delivery: NextDelivery, other_payloads: str) -> None:
+    record = replace(COMPLETED, fingerprint=b"\x01\x02")
+    explained = RecordExplanation(
+        parse_key(KEY, "idempotency"), record, CONFIG, "", other_payloads=next_delivery.other_payloads()
+    )
+
+    assert dict(rows(explained))["fingerprint"] == f"0102; {other_payloads}"
+
+
+def test_the_record_of_an_observed_event_does_not_say_that_it_was_not_discarded() -> None:
+    record = replace(COMPLETED, result=observed_result("orders:0:7"))
+    explained = RecordExplanation(parse_key(KEY, "idempotency"), record, CONFIG, "")
+
+    assert dict(rows(explained))["handled"] == (
+        "yes, or discarded by a rule, by billing (handler charge): records of observe mode do not say which"
+    )
+
+
 def test_an_unknown_status_is_refused() -> None:
     with pytest.raises(ApplicationError, match='invalid status "done"; choose from processing, completed'):
         check_statuses(["done"])
