@@ -518,14 +518,20 @@ class EventTooLargeError(EventError, PermanentError):
 
 @_with_fields
 class PublishError(EventError):
-    """The broker did not confirm an event in time: it may or may not have arrived."""
+    """The broker did not confirm an event in time: it may have arrived, unless there was no connection."""
 
     retryable = True
 
     topic: str
     reason: str
+    may_have_arrived: bool = True
 
     def _message(self) -> str:
+        if not self.may_have_arrived:
+            return (
+                f"an event for topic {self.topic} was not sent, because there was no connection to a broker: "
+                f"{_sentence(self.reason)} Publish it again."
+            )
         return (
             f"topic {self.topic} did not confirm an event: {self.reason}. It may have arrived; publishing "
             f"it again is safe because its id stays the same."

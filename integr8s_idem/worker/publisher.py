@@ -144,7 +144,7 @@ class EventPublisher:
         except (KafkaError, OSError, TimeoutError) as error:
             # After a timeout or a fatal error, the state of the producer is unknown.
             await self._discard(used)
-            raise PublishError(topic, f"{type(error).__name__}: {error}") from error
+            raise PublishError(topic, _described(error), may_have_arrived=used is not None) from error
 
     async def send_all(self, messages: Sequence[Sendable]) -> list[PublishError | EventTooLargeError | None]:
         """Send messages unchanged, without waiting for each confirmation before the next message.
@@ -221,6 +221,12 @@ class EventPublisher:
         producer, self._producer = self._producer, None
         if producer is not None:
             await _stop(producer, self._settings.request_timeout_seconds)
+
+
+def _described(error: Exception) -> str:
+    """Return the class and the text of `error`; the text of most errors of aiokafka begins with the class."""
+    name, text = type(error).__name__, str(error)
+    return text if text.startswith(name) else f"{name}: {text}" if text else name
 
 
 def _ordered_sequences(events: Sequence[BaseEvent]) -> list[list[BaseEvent]]:
