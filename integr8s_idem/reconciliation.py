@@ -31,7 +31,7 @@ class Done:
     """An earlier attempt has had its effect: the work is completed, without another run."""
 
     result: Any = None
-    """The result that the run would have returned.  Duplicates get it as well."""
+    """The result that the run would have returned, of the type in its return annotation.  Duplicates get it as well."""
 
 
 @dataclass(frozen=True, slots=True)
