@@ -50,7 +50,10 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Signal.OUTBOX_FAILURE: "Failed attempts to publish an event of an outbox; the event stays there.",
     Gauge.KEYS_ACTIVE: "Active keys, counted in the store periodically.",
     Gauge.IN_FLIGHT: "Deliveries received from the broker and not settled.",
-    Gauge.CONSUMER_LAG: "Messages between the committed offsets and the end of a topic, 0 once all are settled.",
+    Gauge.CONSUMER_LAG: (
+        "Messages between the committed offsets and the end of a topic, in the partitions that this worker reads; 0 once "
+        "all are settled, and while it has no partitions, as during a rebalance."
+    ),
     Gauge.STORE_UP: "1 while the store is available, otherwise 0.",
     Gauge.OUTBOX_WAITING: "Events of committed transactions that are not published yet.",
     Gauge.OUTBOX_AGE: "How long the oldest of these events has waited, in seconds.",
