@@ -11,6 +11,7 @@ from datetime import timedelta
 from io import StringIO
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ from starlette.routing import Route
 
 from integr8s_idem import EventRouter, IdempotencyManager, IdempotentEventDispatcher, idempotent
 from integr8s_idem.cli.log_format import JsonFormatter
+from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.integrations import aiokafka
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from integr8s_idem.telemetry.log_fields import ContextFilter, context_fields, logging_with
@@ -311,13 +313,13 @@ async def test_the_line_of_an_error_that_ends_the_service_names_the_event(lines:
     class WorkerOutOfOrder(BaseException):
         pass
 
-    async def fail(event: ParcelSent) -> None:
-        raise WorkerOutOfOrder
-
     recorder = SpanRecorder()
     here = guarded(observer=recorder.observer("billing"))
-    with pytest.raises(WorkerOutOfOrder):
-        async with running(dispatcher_of(fail, here), sent(1)) as worker:
+    with (
+        mock.patch.object(GuardedExecution, "call_patiently", side_effect=WorkerOutOfOrder),
+        pytest.raises(WorkerOutOfOrder),
+    ):
+        async with running(dispatcher_of(log_parcel, here), sent(1)) as worker:
             await worker.task
 
     line = lines.with_text("because of a bug")
