@@ -51,8 +51,8 @@ HELP: Final[Mapping[Signal | Gauge, str]] = {
     Gauge.KEYS_ACTIVE: "Active keys, counted in the store periodically.",
     Gauge.IN_FLIGHT: "Deliveries received from the broker and not settled.",
     Gauge.CONSUMER_LAG: (
-        "Messages between the committed offsets and the end of a topic, in the partitions that this worker reads; 0 once "
-        "all are settled, and while it has no partitions, as during a rebalance."
+        "Messages between the committed offsets and the end of a topic, in the partitions that this worker reads; 0 "
+        "once all are settled, and while it has no partitions, as during a rebalance."
     ),
     Gauge.STORE_UP: "1 while the store is available, otherwise 0.",
     Gauge.OUTBOX_WAITING: "Events of committed transactions that are not published yet.",
