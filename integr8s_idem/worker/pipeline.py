@@ -149,6 +149,9 @@ class Pipeline:
                 loop = asyncio.get_running_loop()
                 self._waiting = loop.call_later(LONGEST_WAIT, self._begin_batch, context=self._context)
             return
+        if self._waiting is not None:  # only one of the two may begin a batch
+            self._waiting.cancel()
+            self._waiting = None
         self._is_scheduled = True
         asyncio.get_running_loop().call_soon(self._begin_batch, context=self._context)
 
@@ -163,9 +166,7 @@ class Pipeline:
 
     def _begin_batch(self) -> None:
         self._is_scheduled = False
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+        self._waiting = None
         if self._isolation.is_closed:
             return  # leases of a batch reserved now would lapse if the suspect crashes the process
         taken: deque[Delivery | WorkItem] = deque()
