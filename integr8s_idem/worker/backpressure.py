@@ -51,12 +51,13 @@ class Backpressure:
         return max(1, self._most - self.in_flight)
 
     def neediest(self, assignments: Mapping[Partition, Assignment]) -> Iterator[tuple[list[Partition], int]]:
-        """Yield the partitions that have less than half their share of the limit in flight, then those below it.
+        """Yield the partitions that have less than half their share of the limit in flight, then three quarters.
 
-        With each group, yield how many messages bring the fullest of it to its share.
+        With each group, yield how many messages bring the fullest of it to its share.  Those that lack less wait, since
+        each poll takes time, even for a single message.
         """
         share = max(1, self._most // max(1, len(assignments)))
-        for limit in (share // 2, share):
+        for limit in (share // 2, share - share // 4):
             below = {
                 partition: unfinished
                 for partition, assignment in assignments.items()

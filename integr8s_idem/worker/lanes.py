@@ -22,10 +22,12 @@ HORIZON: Final = 0.1
 class Lane:
     """A delivery whose turn it is, and those that wait for it."""
 
-    __slots__ = ("_size", "_started_at", "waiting")
+    __slots__ = ("_decoded", "_size", "_started_at", "waiting")
 
     def __init__(self) -> None:
         self.waiting: deque[Delivery] = deque()
+        self._decoded = 0
+        """How many of the first waiting deliveries are decoded."""
         self._size = 0
         """Deliveries in the last batch."""
         self._started_at = 0.0
@@ -38,7 +40,20 @@ class Lane:
         size = max(min(2 * size, at_this_rate, MOST_AHEAD), 1)
         ahead = list(islice(self.waiting, size - 1))
         self._size, self._started_at = 1 + len(ahead), now
+        self._decoded = max(self._decoded, len(ahead))
         return ahead
+
+    def next_to_decode(self) -> Delivery | None:
+        """Return the first waiting delivery that is not decoded yet; `None` if enough are for the next batch."""
+        if self._decoded >= min(len(self.waiting), self._size):
+            return None
+        self._decoded += 1
+        return self.waiting[self._decoded - 1]
+
+    def next_turn(self) -> Delivery:
+        """Return the delivery whose turn has come."""
+        self._decoded = max(self._decoded - 1, 0)
+        return self.waiting.popleft()
 
     def slow_down(self) -> None:
         """Start again with one delivery in the next batch."""
@@ -73,7 +88,7 @@ class Lanes:
         name = self._name_of(delivery) if self._by_key else delivery.assignment
         lane = self._lanes[name]
         if lane.waiting:
-            return lane.waiting.popleft()
+            return lane.next_turn()
         del self._lanes[name]
         return None
 
@@ -81,6 +96,11 @@ class Lanes:
         """Return the deliveries to be reserved in one batch with `delivery`, before their turn."""
         lane = self._lanes[self._name_of(delivery)]
         return lane.take_ahead(asyncio.get_running_loop().time()) if lane.waiting else []
+
+    def next_to_decode(self, delivery: Delivery) -> Delivery | None:
+        """Return a delivery that waits for `delivery`, and is to be decoded before its turn, if there is one."""
+        lane = self._lanes.get(self._name_of(delivery))
+        return None if lane is None else lane.next_to_decode()
 
     def slow_down(self, delivery: Delivery) -> None:
         """Reserve only one delivery in the next batch of its lane.

@@ -55,11 +55,21 @@ class LookAhead:
 
     def __init__(self, options: RunOptions) -> None:
         self._options = options
+        self._decoded: dict[Delivery, Decoded] = {}
+        """Deliveries that were decoded, and whose processing has not begun."""
         self._prepared: dict[Delivery, Prepared] = {}
         self._timer: asyncio.TimerHandle | None = None
 
+    def keep_decoded(self, delivery: Delivery, decoded: Decoded) -> None:
+        """Keep a decoded delivery until its processing begins."""
+        self._decoded[delivery] = decoded
+
+    def take_decoded(self, delivery: Delivery) -> Decoded | None:
+        """Return `delivery` if it was decoded already."""
+        return self._decoded.pop(delivery, None)
+
     def add(self, delivery: Delivery, decoded: Decoded) -> None:
-        """Add a decoded delivery."""
+        """Add a decoded delivery, which is about to be reserved."""
         is_usual = decoded.dead_letter is None and not isinstance(decoded, UnverifiedReplay)
         items = delivery.begin_items(decoded.executions) if is_usual else []
         self._prepared[delivery] = Prepared(decoded, items)
@@ -128,6 +138,7 @@ class LookAhead:
 
     def drop(self, delivery: Delivery) -> None:
         """Release `delivery`, which is not handled here."""
+        self._decoded.pop(delivery, None)
         prepared = self._prepared.pop(delivery, None)
         if prepared is not None:
             prepared.release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Final
@@ -29,8 +29,14 @@ class OutcomeRecorder:
         tasks: PipelineTasks,
         conclusions: Conclusions,
         more_to_come: Callable[[], bool],
+        meanwhile: Callable[[Iterable[WorkItem]], None] | None,
     ) -> None:
-        """`more_to_come`: whether handlers are about to run that may return at once."""
+        """
+        Args:
+            more_to_come: Whether handlers are about to run that may return at once.
+            meanwhile: Called with the items of each request, to schedule work for the time until the store answers.
+        """
+        self._meanwhile = meanwhile
         self._more_to_come = more_to_come
         self._processor = processor
         self._tasks = tasks
@@ -80,6 +86,8 @@ class OutcomeRecorder:
     async def _record_together(self, returned: Sequence[tuple[WorkItem, Returned[Any]]]) -> None:
         try:
             outcomes = [each for _, each in returned]
+            if self._meanwhile is not None:
+                self._meanwhile([item for item, _ in returned])
             written = await self._processor.executor.complete_together(outcomes, shielded=False)
         except StoreError:
             written = [False] * len(returned)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Final
@@ -86,7 +86,8 @@ class Pipeline:
         handlers = processor.dispatcher.router.handlers
         self._limits = ValueLimits() if any(each.limit is not None for each in handlers) else None
         self._conclusions.limits = self._limits
-        self._runners = Runners(processor, self._tasks, self._conclusions)
+        meanwhile = self._decode_meanwhile if self._lanes.are_ordered else None
+        self._runners = Runners(processor, self._tasks, self._conclusions, meanwhile)
         self._reserver = Reserver(processor, self._options, self._lanes, self._ahead, self._runners, self._conclusions)
         self._ready: deque[Delivery | WorkItem] = deque()
         self._turns: deque[Delivery] = deque()
@@ -234,15 +235,32 @@ class Pipeline:
             await self._reserver.reserve(to_reserve, early)
 
     def _decode(self, delivery: Delivery) -> Decoded | None:
-        """Decode a delivery; `None` after a bug in the library, which ends its assignment."""
+        """Decode a delivery and begin its processing; `None` after a bug in the library, which ends its assignment."""
         try:
-            decoded = self._processor.decode(delivery)
+            decoded = self._ahead.take_decoded(delivery) or self._processor.decode(delivery)
             delivery.begin(self._context.copy(), decoded.processing)
         except Exception as error:  # noqa: BLE001  # the service is stopped with it
-            delivery.assignment.close()
-            self._tasks.report_bug(error, delivery)
+            self._report_bug(error, delivery)
             return None
         return decoded
+
+    def _decode_meanwhile(self, items: Iterable[WorkItem]) -> None:
+        """Decode deliveries that wait for those of `items`, as soon as the event loop waits for the store."""
+        asyncio.get_running_loop().call_soon(self._decode_ahead, items, context=self._context)
+
+    def _decode_ahead(self, items: Iterable[WorkItem]) -> None:
+        for item in items:
+            delivery = self._lanes.next_to_decode(item.delivery)
+            if delivery is None or delivery.assignment.closed:
+                continue
+            try:
+                self._ahead.keep_decoded(delivery, self._processor.decode(delivery))
+            except Exception as error:  # noqa: BLE001  # the service is stopped with it
+                self._report_bug(error, delivery)
+
+    def _report_bug(self, error: Exception, delivery: Delivery) -> None:
+        delivery.assignment.close()
+        self._tasks.report_bug(error, delivery)
 
     def _begin(
         self, delivery: Delivery, decoded: Decoded, items: Sequence[WorkItem], to_reserve: list[Reservable]

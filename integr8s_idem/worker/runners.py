@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Final
@@ -32,7 +33,14 @@ TURN: Final = 50
 class Runners:
     """Runs the handlers of items that hold a slot, and releases the slots."""
 
-    def __init__(self, processor: DeliveryProcessor, tasks: PipelineTasks, conclusions: Conclusions) -> None:
+    def __init__(
+        self,
+        processor: DeliveryProcessor,
+        tasks: PipelineTasks,
+        conclusions: Conclusions,
+        meanwhile: Callable[[Iterable[WorkItem]], None] | None,
+    ) -> None:
+        """`meanwhile`: see `OutcomeRecorder`."""
         self._slots = processor.slots
         self._isolation = processor.isolation
         self._circuit = processor.circuit
@@ -45,7 +53,7 @@ class Runners:
         """Items whose handlers have succeeded since the runner waited, and the numbers of their attempts."""
         self._freed = 0
         """Slots of items that have ended since the runner waited."""
-        self._recorder = OutcomeRecorder(processor, tasks, conclusions, lambda: bool(self._runnable))
+        self._recorder = OutcomeRecorder(processor, tasks, conclusions, lambda: bool(self._runnable), meanwhile)
         self._last = 0
         """Number of the last runner."""
         self._current: int | None = None

@@ -112,6 +112,7 @@ def unfinished(worker: ServiceWorker) -> dict[str, object]:
         "batches": pipeline._batches,
         "lanes": len(pipeline._lanes),
         "ahead": len(pipeline._ahead._prepared),
+        "decoded": len(pipeline._ahead._decoded),
         "limited": len(pipeline._limits or ()),
         "waiting for a limit": pipeline._limits.waiting if pipeline._limits is not None else 0,
         "in flight": backpressure.in_flight,

@@ -37,8 +37,10 @@ def with_unfinished(*numbers: int) -> dict[Partition, Assignment]:
     [
         ((0, 0, 0, 0), [((0, 1, 2, 3), 25), ((0, 1, 2, 3), 25)]),
         ((25, 0, 12, 3), [((1, 3), 22), ((1, 2, 3), 13)]),
-        ((25, 24, 13, 90), [((1, 2), 1)]),
+        ((25, 24, 13, 90), [((2,), 12)]),
         ((25, 25, 40, 99), []),
+        # A poll for a message or two would cost as much as one for a quarter of the share.
+        ((25, 24, 19, 25), []),
     ],
 )
 async def test_partitions_below_half_their_share_come_first(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -10,11 +12,12 @@ import pytest
 
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
-from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.records import Completion, IdempotencyStatus
+from integr8s_idem.telemetry import SILENT, Phase, ReceivedMessage, SilentObserver, Span
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.batch_limits import MOST_TOGETHER
 from integr8s_idem.worker.kafka_protocols import Partition
-from integr8s_idem.worker.lanes import HORIZON, MOST_AHEAD
+from integr8s_idem.worker.lanes import HORIZON, MOST_AHEAD, Ordering
 from integr8s_idem.worker.look_ahead import LONGEST_HOLD
 from tests.support.counting import CountingStore
 from tests.support.fake_consumer import FakeBroker
@@ -70,6 +73,98 @@ async def test_an_outcome_is_recorded_before_the_next_handler_of_the_lane_starts
         await worker.until(lambda: all_committed(worker))
 
     assert found == [True] * 50
+
+
+class BusyStore(CountingStore):
+    """A store that takes a millisecond to record outcomes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_recording = False
+
+    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+        self.is_recording = True
+        try:
+            await asyncio.sleep(0.001)
+            return await super().complete(completions)
+        finally:
+            self.is_recording = False
+
+
+class DecodingObserver(SilentObserver):
+    """Notes when deliveries are decoded, and how long each is processed."""
+
+    def __init__(self, store: BusyStore) -> None:
+        self.decoded: list[str] = []
+        """Their event ids."""
+        self.meanwhile: list[str] = []
+        """Those of them that were decoded while the store recorded outcomes."""
+        self.seconds: list[float] = []
+        self._store = store
+
+    def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
+        self.decoded.append(event_id)
+        if self._store.is_recording:
+            self.meanwhile.append(event_id)
+        return self._measured()
+
+    @contextmanager
+    def _measured(self) -> Iterator[Span]:
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        with SILENT.phase(Phase.HANDLE) as span:
+            yield span
+        self.seconds.append(loop.time() - began_at)
+
+
+@virtual_time
+@pytest.mark.parametrize("ordering", ["partition", "key"])
+async def test_waiting_deliveries_are_decoded_while_the_store_records_outcomes(ordering: Ordering) -> None:
+    store, depot, broker = BusyStore(), Depot(), sent(300, keys=3, partitions=3)
+    observer = DecodingObserver(store)
+
+    here = guarded(store, observer=observer)
+    async with running(dispatcher_of(depot.handle, here), broker, ordering=ordering) as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert unfinished(worker.worker) == {}
+
+    assert len(observer.decoded) == len(set(observer.decoded)) == 300
+    for lane in range(3):
+        assert [number for number in depot.done if number % 3 == lane] == list(range(lane, 300, 3))
+    assert len(observer.meanwhile) > 150
+
+
+@virtual_time
+async def test_one_delivery_is_decoded_before_its_turn_if_handlers_are_slow_and_its_processing_begins_then() -> None:
+    store, broker, ahead = BusyStore(), sent(6), list[int]()
+    observer = DecodingObserver(store)
+
+    async def handle(event: ParcelSent) -> None:
+        ahead.append(len(observer.decoded) - (event.number + 1))
+        await asyncio.sleep(2 * HORIZON)
+
+    async with running(dispatcher_of(handle, guarded(store, observer=observer)), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert max(ahead) <= 1
+    assert len(observer.seconds) == 6
+    assert max(observer.seconds) < 3 * HORIZON
+
+
+@virtual_time
+async def test_decoded_deliveries_of_a_revoked_partition_are_forgotten() -> None:
+    store, broker = BusyStore(), sent(200)
+    depot = Depot(held={50: asyncio.Event()})
+
+    async with running(dispatcher_of(depot.handle, guarded(store)), broker, drain_timeout_seconds=20) as worker:
+        await worker.until(lambda: 50 in depot.started)
+        assert unfinished(worker.worker)["decoded"]
+        for assignment in worker.worker._partitions.assignments.values():
+            assignment.close()
+        depot.held[50].set()
+        await worker.until(lambda: unfinished(worker.worker) == {})
+
+    assert depot.done == list(range(51))
 
 
 @virtual_time
