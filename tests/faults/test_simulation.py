@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -20,6 +21,12 @@ CHECKOUT = Path(__file__).parents[2]
 
 FOUND_WITHIN = 1_000
 """Number of seeds within which each injected bug must be found."""
+
+REPEATED = 40
+"""Number of seeds whose steps are compared."""
+
+RARE = {"every_crash_counts": 270, "no_deadline_of_the_lease": 205}
+"""Seeds with which to begin for bugs that few seeds find, since a search from 0 takes half a minute."""
 
 _KEPT: list[list[bytearray]] = []
 
@@ -47,7 +54,8 @@ def test_a_seed_that_has_found_a_bug_passes(seed: int) -> None:
 @pytest.mark.parametrize("bug", BUGS)
 def test_an_injected_bug_is_found(bug: str, record_property: Callable[[str, object], None]) -> None:
     with BUGS[bug]():
-        verdicts = (simulate(seed) for seed in range(FOUND_WITHIN))
+        seeds = chain([RARE[bug]] if bug in RARE else [], range(FOUND_WITHIN))
+        verdicts = (simulate(seed) for seed in seeds)
         found = next((verdict for verdict in verdicts if verdict.violations), None)
 
     assert found is not None, f"{bug} was not found within {FOUND_WITHIN} seeds"
@@ -70,18 +78,18 @@ def _digest_with_other_addresses(seed: int) -> str:
     return simulate(seed, digest=True).digest
 
 
-def test_a_hundred_seeds_take_the_same_steps_in_another_process() -> None:
-    command = [sys.executable, "-m", "tests.simulation", "--seeds", "0:100", "--json"]
+def test_seeds_take_the_same_steps_in_another_process() -> None:
+    command = [sys.executable, "-m", "tests.simulation", "--seeds", f"0:{REPEATED}", "--json"]
     environment = os.environ | {"PYTHONHASHSEED": "12345"}
 
-    here = [simulate(seed, digest=True).digest for seed in range(100)]
-    repeated = [_digest_with_other_addresses(seed) for seed in range(100)]
+    here = [simulate(seed, digest=True).digest for seed in range(REPEATED)]
+    repeated = [_digest_with_other_addresses(seed) for seed in range(REPEATED)]
     output = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
 
     elsewhere = [json.loads(line)["digest"] for line in output.stdout.splitlines()]
     assert here == elsewhere
     assert here == repeated
-    assert len(set(here)) == 100
+    assert len(set(here)) == REPEATED
 
 
 def test_the_command_replays_a_seed_with_its_bug_and_prints_the_violation() -> None:
