@@ -85,6 +85,8 @@ def _minutes(text: str) -> float:
 def _continue(campaign: Campaign, target: int | None, until: float) -> int:
     record = load(campaign.name)
     wanted = campaign.target if target is None else target
+    if _size(campaign, record) >= wanted:
+        print(f"{campaign.name}: has reached {wanted:,} {campaign.counts} already; use --target to set another target")
     while _size(campaign, record) < wanted and time.monotonic() < until:
         first, began = record.next, time.monotonic()
         try:
