@@ -18,10 +18,11 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from integr8s_idem.config import RedisStoreSettings
-from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
+from integr8s_idem.errors import ApplicationError, StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.records import Completion, Failure, Reserved, ReserveRequest, StoredResult
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
 from integr8s_idem.stores.redis.access import acl_setuser
+from integr8s_idem.stores.redis.errors import guarded
 from tests.packaging.repository import ROOT
 from tests.support.redis import DURABLE, RedisServer, bundled_binary, needs_newer_binary
 
@@ -49,6 +50,29 @@ def request_for(key: str) -> ReserveRequest:
 
 def held(key: str) -> Reserved:
     return Reserved(key=key, token=os.urandom(16), attempt=1, fence=1, lease=LEASE)
+
+
+OTHER_LOOP = "belong to another event loop: create the client"
+
+
+def test_a_store_that_is_used_in_another_event_loop_raises_an_error_that_says_so(redis_url: str) -> None:
+    client = Redis.from_url(redis_url)
+    store = RedisIdempotencyRepository(client)
+    first = asyncio.new_event_loop()
+    first.run_until_complete(CALLS["reserve"](store))
+
+    with pytest.raises(ApplicationError, match=OTHER_LOOP):
+        asyncio.run(CALLS["reserve"](store))
+    first.run_until_complete(client.aclose())
+    first.close()
+
+
+async def test_the_error_of_a_connection_whose_event_loop_is_closed_is_the_same() -> None:
+    closed = asyncio.new_event_loop()
+    closed.close()
+
+    with pytest.raises(ApplicationError, match=OTHER_LOOP), guarded("reserve", LEASE):
+        closed.call_soon(print)
 
 
 CALLS: dict[str, Callable[[RedisIdempotencyRepository], Coroutine[Any, Any, Any]]] = {

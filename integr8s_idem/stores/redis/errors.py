@@ -26,7 +26,7 @@ from redis.exceptions import (
 
 from integr8s_idem._util.deadlines import Deadline
 from integr8s_idem.diagnostics import Code
-from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
+from integr8s_idem.errors import ApplicationError, StoreConfigurationError, StoreError, StoreUnavailableError
 
 _TEMPORARY: Final = {
     "OOM": "Redis is out of memory (maxmemory) and refuses writes",
@@ -68,6 +68,8 @@ _CODE_OF_REFUSAL: Final = {
 
 _TEMPORARY_CODE: Final = re.compile(rf"\b({'|'.join(_TEMPORARY)})\b")
 _REFUSED_COMMAND: Final = re.compile(r"permissions? to run the '([^']+)' command")
+_OTHER_LOOP: Final = re.compile(r"[Ee]vent loop is closed|different (event )?loop")
+"""Errors of asyncio for a connection that was opened in another event loop."""
 _NO_PERMISSION: Final = re.compile(r"NOPERM|permissions|can't run this command")
 
 
@@ -77,6 +79,7 @@ class guarded(Deadline):  # noqa: N801  # used as `with guarded(…)`
     Raises:
         StoreUnavailableError: No answer in time, no connection, or a temporary refusal.
         StoreConfigurationError: A refusal that is permanent.
+        ApplicationError: The connection was opened in another event loop.
     """
 
     __slots__ = ("_operation", "_seconds")
@@ -123,6 +126,11 @@ class guarded(Deadline):  # noqa: N801  # used as `with guarded(…)`
         if isinstance(error, OSError):
             raise StoreUnavailableError(
                 self._operation, f"no connection to Redis: {_connection_failure(error)}"
+            ) from error
+        if isinstance(error, RuntimeError) and _OTHER_LOOP.search(str(error)):
+            raise ApplicationError(
+                "the connections of this store belong to another event loop: create the client, the store and the "
+                "manager in the event loop in which they are used, and close them there"
             ) from error
 
 
