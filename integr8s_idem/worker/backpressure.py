@@ -51,13 +51,12 @@ class Backpressure:
         return max(1, self._most - self.in_flight)
 
     def neediest(self, assignments: Mapping[Partition, Assignment]) -> Iterator[tuple[list[Partition], int]]:
-        """Yield the partitions that have less than half their share of the limit in flight, then three quarters.
+        """Yield the partitions that have less than half their share of the limit in flight, then those below it.
 
-        With each group, yield how many messages bring the fullest of it to its share.  Those that lack less wait, since
-        each poll takes time, even for a single message.
+        With each group, yield how many messages bring the fullest of it to its share.
         """
         share = max(1, self._most // max(1, len(assignments)))
-        for limit in (share // 2, share - share // 4):
+        for limit in (share // 2, share):
             below = {
                 partition: unfinished
                 for partition, assignment in assignments.items()
@@ -68,7 +67,9 @@ class Backpressure:
             if below:
                 yield list(below), share - max(below.values())
 
-    def _above_half(self) -> bool:
+    @property
+    def is_above_half(self) -> bool:
+        """Whether more than half of a limit is in flight."""
         return self.in_flight > self._most // 2 or self._bytes > self._most_bytes // 2
 
     def add(self, *deliveries: Delivery) -> None:
@@ -87,7 +88,7 @@ class Backpressure:
         self.in_flight -= len(deliveries)
         for delivery in deliveries:
             self._bytes -= delivery.size
-        if self._below_half is not None and not self._above_half():
+        if self._below_half is not None and not self.is_above_half:
             self._below_half.set_result(None)
             self._below_half = None
 
@@ -100,7 +101,7 @@ class Backpressure:
     def apply(self, consumer: Consumer, assignments: Mapping[Partition, Assignment], *, hold: bool) -> None:
         """Pause and resume partitions of `consumer`; with `hold`, pause all of them."""
         at_limit = self.in_flight >= self._most or self._bytes >= self._most_bytes
-        self.full = at_limit or (self.full and self._above_half())
+        self.full = at_limit or (self.full and self.is_above_half)
         paused = frozenset(
             partition
             for partition, assignment in assignments.items()

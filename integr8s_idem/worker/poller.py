@@ -33,6 +33,12 @@ POLL_SECONDS: Final = 0.2
 POLL_RECORDS: Final = 500
 """Maximum messages of a poll."""
 
+FEW: Final = 20
+"""Messages that are not worth a poll while there is enough to do: polling takes as long as handling one or two."""
+
+PAUSE_SECONDS: Final = 0.005
+"""Pause after a poll that returned few messages while more than half of a limit is in flight."""
+
 SAME_FAILURES: Final = 3
 """Consecutive failures of polls after which the poller searches for a damaged partition."""
 
@@ -146,6 +152,8 @@ class Poller:
             self._take(batches)
             assignments = self._partitions.assignments.items()
             self._fetched = {*batches, *(partition for partition, new in assignments if new.start is None)}
+            if self._backpressure.is_above_half and 0 < sum(map(len, batches.values())) < FEW:
+                await self._backpressure.wait_for_room(PAUSE_SECONDS)
 
     async def _next_batches(self) -> Mapping[Any, Sequence[Any]]:
         """Fetch a few copies for retries, if there are any; otherwise events, as they are needed.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from integr8s_idem.worker.backpressure import Backpressure
 from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.counting import CountingStore
 from tests.support.deliveries import assignment
+from tests.support.fake_consumer import FakeConsumer
 from tests.support.fake_worker import running
 from tests.support.guarded import guarded
 from tests.support.pipelines import TOPIC, Depot, ParcelSent, all_committed, dispatcher_of, sent, turns
@@ -37,10 +39,8 @@ def with_unfinished(*numbers: int) -> dict[Partition, Assignment]:
     [
         ((0, 0, 0, 0), [((0, 1, 2, 3), 25), ((0, 1, 2, 3), 25)]),
         ((25, 0, 12, 3), [((1, 3), 22), ((1, 2, 3), 13)]),
-        ((25, 24, 13, 90), [((2,), 12)]),
+        ((25, 24, 13, 90), [((1, 2), 1)]),
         ((25, 25, 40, 99), []),
-        # A poll for a message or two would cost as much as one for a quarter of the share.
-        ((25, 24, 19, 25), []),
     ],
 )
 async def test_partitions_below_half_their_share_come_first(
@@ -113,3 +113,30 @@ async def test_outcomes_of_lanes_that_are_out_of_step_join_the_same_requests() -
     assert sorted(handled) == list(range(800))
     assert sum(store.completed) == 800
     assert len(store.completed) <= 150
+
+
+def counted_polls(consumer: FakeConsumer) -> Callable[[], int]:
+    """Let polls take 0.2 ms, and count those that return messages; return a function that returns the number."""
+    sizes, getmany = list[int](), consumer.getmany
+
+    async def counting(*partitions: Any, **options: Any) -> Mapping[Any, Sequence[Any]]:
+        await asyncio.sleep(0.0002)
+        found = await getmany(*partitions, **options)
+        sizes.append(sum(map(len, found.values())))
+        return found
+
+    consumer.getmany = counting  # type: ignore[method-assign]
+    return lambda: len([size for size in sizes if size])
+
+
+@virtual_time
+async def test_a_partition_without_messages_does_not_cause_a_poll_for_each_message_of_the_others() -> None:
+    depot, broker = Depot(seconds=0.0001), sent(3_000, partitions=3)
+    broker.logs[Partition(TOPIC.topic, 3)] = []
+
+    async with running(dispatcher_of(depot.handle), broker, max_in_flight=400, ordering="partition") as worker:
+        polls = counted_polls(worker.consumer)
+        await worker.until(lambda: len(depot.done) == 3_000, seconds=60)
+
+    assert depot.max_concurrency == 3
+    assert polls() < 3_000 / 20
