@@ -169,7 +169,10 @@ class ServiceSettings(Section):
     concurrency: Annotated[int, Field(ge=1, le=10_000), NOT_BOOL] = 64
     """Maximum number of handlers that run at the same time."""
     max_in_flight: Count = 1_000
-    """Number of deliveries that were fetched but not settled at which fetching pauses."""
+    """Number of deliveries that were fetched but not settled at which fetching pauses.
+
+    Unless ordering is "none", a quarter of it is kept for the partitions, in equal parts.
+    """
     max_in_flight_bytes: Annotated[int, Field(ge=1_024, le=2**40), NOT_BOOL] = 67_108_864
     """Total size of their bodies at which fetching pauses."""
     max_attempts: Count | None = None

@@ -1,6 +1,8 @@
 """Backpressure: pause fetching when deliveries in flight reach a limit, and resume at half of it.
 
-Polling continues while partitions are paused (R5).
+Polling continues while partitions are paused (R5).  If deliveries wait for others of their partition, each partition
+has a part of the limit for itself: otherwise the deliveries behind one that takes long would fill the limit, and the
+other partitions would stand still as well.
 
 Numbers such as R1 and A5 refer to docs/explanation/worker.md.
 """
@@ -14,6 +16,9 @@ from typing import Final
 from integr8s_idem.worker.assignments import Assignment, Delivery
 from integr8s_idem.worker.kafka_protocols import Consumer, Partition
 
+SHARED: Final = 4
+"""One part in so many of the limit is divided among the partitions, and kept for them."""
+
 MOST_UNCOMMITTED: Final = 10_000
 """Maximum deliveries of a partition after its first unfinished one, so that a stuck event does not fill memory."""
 
@@ -21,22 +26,25 @@ MOST_UNCOMMITTED: Final = 10_000
 class Backpressure:
     """Counts deliveries in flight, and pauses partitions at the limits."""
 
-    def __init__(self, most: int, most_bytes: int) -> None:
+    def __init__(self, most: int, most_bytes: int, *, is_ordered: bool = False) -> None:
         """Set the limits.
 
         Args:
             most: Maximum number of deliveries in flight.
             most_bytes: Maximum total size of deliveries in flight, in bytes.
+            is_ordered: Whether deliveries wait for others of their partition, so that one that takes long may be
+                followed by many.  A quarter of `most` is then kept for the partitions, in equal parts.
         """
         self._most = most
         self._most_bytes = most_bytes
+        self._is_ordered = is_ordered
         self.in_flight = 0
         """Deliveries that are not settled yet."""
         self._bytes = 0
         self._has_retries = False
         """Whether a delivery of a retry topic was added."""
         self.full = False
-        """Whether all partitions are paused because of the load."""
+        """Whether partitions are paused because of the load: those that have what is kept for them."""
         self._below_half: asyncio.Future[None] | None = None
         self._paused: frozenset[Partition] = frozenset()
 
@@ -45,17 +53,28 @@ class Backpressure:
         """Partitions that are paused."""
         return self._paused
 
-    @property
-    def room(self) -> int:
+    def room(self, assignments: Mapping[Partition, Assignment]) -> int:
         """Maximum messages of the next poll; at least one, since paused partitions are not fetched anyway."""
-        return max(1, self._most - self.in_flight)
+        return max(1, self._most - self.in_flight - self._kept(assignments))
+
+    def _kept_for_each(self, assignments: Mapping[Partition, Assignment]) -> int:
+        """Return how many deliveries each partition may have in flight, whatever the others have."""
+        partitions = sum([each.retry is None for each in assignments.values()]) if self._is_ordered else 0
+        return self._most // (SHARED * partitions) if partitions > 1 else 0
+
+    def _kept(self, assignments: Mapping[Partition, Assignment]) -> int:
+        """Return how many deliveries are kept for partitions and not in flight."""
+        most = self._kept_for_each(assignments)
+        unfinished = (each.progress.unfinished for each in assignments.values() if each.retry is None)
+        return sum([most - number for number in unfinished if number < most]) if most else 0
 
     def neediest(self, assignments: Mapping[Partition, Assignment]) -> Iterator[tuple[list[Partition], int]]:
         """Yield the partitions that have less than half their share of the limit in flight, then those below it.
 
-        With each group, yield how many messages bring the fullest of it to its share.
+        With each group, yield how many messages bring the fullest of it to its share.  At the limit, the share of a
+        partition is what is kept for it.
         """
-        share = max(1, self._most // max(1, len(assignments)))
+        share = self._kept_for_each(assignments) if self.full else max(1, self._most // max(1, len(assignments)))
         for limit in (share // 2, share):
             below = {
                 partition: unfinished
@@ -100,13 +119,15 @@ class Backpressure:
 
     def apply(self, consumer: Consumer, assignments: Mapping[Partition, Assignment], *, hold: bool) -> None:
         """Pause and resume partitions of `consumer`; with `hold`, pause all of them."""
-        at_limit = self.in_flight >= self._most or self._bytes >= self._most_bytes
+        at_most_bytes = self._bytes >= self._most_bytes
+        at_limit = at_most_bytes or self.in_flight + self._kept(assignments) >= self._most
         self.full = at_limit or (self.full and self.is_above_half)
+        kept = 0 if at_most_bytes else self._kept_for_each(assignments)
         paused = frozenset(
             partition
             for partition, assignment in assignments.items()
             if hold
-            or self.full
+            or (self.full and (assignment.retry is not None or assignment.progress.unfinished >= kept))
             or assignment.closed
             or assignment.damaged
             or assignment.progress.span >= MOST_UNCOMMITTED

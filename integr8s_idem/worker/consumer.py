@@ -195,7 +195,9 @@ class ServiceWorker:
             else None,
         )
         self._partitions = PartitionRegistry(name, service.drain_timeout_seconds, self._retry_topics)
-        self._backpressure = Backpressure(service.max_in_flight, service.max_in_flight_bytes)
+        self._backpressure = Backpressure(
+            service.max_in_flight, service.max_in_flight_bytes, is_ordered=service.ordering != "none"
+        )
         self._pipeline = Pipeline(
             self._processor, service.ordering, finish=self._finish, left=self._backpressure.remove, fail=self.fail
         )

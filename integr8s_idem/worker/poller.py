@@ -33,6 +33,9 @@ POLL_SECONDS: Final = 0.2
 POLL_RECORDS: Final = 500
 """Maximum messages of a poll."""
 
+FULL_SECONDS: Final = 0.02
+"""Maximum pause before a poll at the limit, if some partitions may have less than is kept for them."""
+
 FEW: Final = 20
 """Messages that are not worth a poll while there is enough to do: polling takes as long as handling one or two."""
 
@@ -128,7 +131,7 @@ class Poller:
             self._apply_pressure()
             if self._backpressure.full:
                 # If all partitions are paused, a poll takes its maximum time even if there is room sooner.
-                await self._backpressure.wait_for_room(POLL_SECONDS)
+                await self._backpressure.wait_for_room(FULL_SECONDS if self._is_ordered else POLL_SECONDS)
                 self._apply_pressure()
             try:
                 await self._note_positions()
@@ -162,15 +165,19 @@ class Poller:
         messages of one partition until none of them are left.  If they had to wait for each other, most partitions
         would have nothing in flight, and little would be handled concurrently.
         """
-        most, assignments = min(POLL_RECORDS, self._backpressure.room), self._partitions.assignments
+        assignments = self._partitions.assignments
+        most = min(POLL_RECORDS, self._backpressure.room(assignments))
         retries = [partition for partition, assignment in assignments.items() if assignment.retry is not None]
         # Few at a time: copies that wait must not fill the memory.
         if retries and (batches := await self._fetch(*retries, most=MOST_FETCHED, seconds=0.0)):
             return batches
         if self._is_ordered and len(assignments) > 1:
             for partitions, lacking in self._backpressure.neediest(assignments):
-                if batches := await self._fetch(*partitions, most=min(most, lacking), seconds=0.0):
+                at_once = lacking if self._backpressure.full else min(most, lacking)
+                if batches := await self._fetch(*partitions, most=at_once, seconds=0.0):
                     return batches
+            if self._backpressure.full:
+                return await self._fetch(most=1, seconds=0.0)
         if not retries:
             return await self._fetch(most=most)
         events = [partition for partition in assignments if partition not in retries]

@@ -139,6 +139,7 @@ class FakeConsumer:
             records = [record for record in log if position <= record.offset < end]
             if taken := records[:max_records]:
                 batches[partition] = taken
+                max_records -= len(taken)
                 self._positions[partition] = taken[-1].offset + 1
             if len(taken) == len(records):
                 self._positions[partition] = max(self._positions[partition], min(self.broker.end(partition), end))

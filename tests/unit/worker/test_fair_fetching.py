@@ -14,12 +14,13 @@ from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.assignments import Assignment
 from integr8s_idem.worker.backpressure import Backpressure
 from integr8s_idem.worker.kafka_protocols import Partition
+from integr8s_idem.worker.lanes import Ordering
 from tests.support.counting import CountingStore
 from tests.support.deliveries import assignment
-from tests.support.fake_consumer import FakeConsumer
+from tests.support.fake_consumer import FakeBroker, FakeConsumer
 from tests.support.fake_worker import running
 from tests.support.guarded import guarded
-from tests.support.pipelines import TOPIC, Depot, ParcelSent, all_committed, dispatcher_of, sent, turns
+from tests.support.pipelines import TOPIC, Depot, ParcelSent, all_committed, dispatcher_of, parcels, sent, turns, unfinished
 
 
 def with_unfinished(*numbers: int) -> dict[Partition, Assignment]:
@@ -74,15 +75,57 @@ async def test_each_partition_of_an_ordered_service_has_its_share_in_flight() ->
 
 
 @virtual_time
-async def test_a_partition_gets_all_the_room_if_the_others_have_no_messages() -> None:
+async def test_a_partition_gets_the_room_that_is_not_kept_for_others_if_the_others_have_no_messages() -> None:
     depot, broker = Depot(seconds=3600), sent(4_000, partitions=1)
     for partition in range(1, 8):
         broker.logs[Partition(TOPIC.topic, partition)] = []
 
     async with running(dispatcher_of(depot.handle), broker, max_in_flight=40, ordering="partition") as worker:
-        await worker.until(lambda: worker.worker._backpressure.in_flight == 40)
+        await worker.until(lambda: worker.worker._backpressure.full)
 
-        assert worker.worker._partitions.assignments[TOPIC].progress.unfinished == 40
+        # Of a quarter of the 40, one eighth for each of the other seven.
+        assert worker.worker._partitions.assignments[TOPIC].progress.unfinished == 40 - 7
+
+
+@virtual_time
+@pytest.mark.parametrize("stuck", [1, 3])
+@pytest.mark.parametrize("ordering", ["partition", "key"])
+async def test_partitions_are_handled_although_others_are_stuck_with_many_messages(ordering: Ordering, stuck: int) -> None:
+    gates = {number: asyncio.Event() for number in range(stuck)}
+    depot, broker = Depot(held=gates), FakeBroker()
+    for each in parcels(400):
+        broker.publish(each, partition=each.number % stuck)
+    quiet = [Partition(TOPIC.topic, partition) for partition in range(stuck, 4)]
+    for partition in quiet:
+        broker.logs[partition] = []
+
+    async with running(dispatcher_of(depot.handle, guarded()), broker, max_in_flight=40, ordering=ordering) as worker:
+        await worker.until(lambda: worker.worker._backpressure.full)
+        for each in parcels(1_000)[400:]:
+            broker.publish(each, partition=stuck + each.number % len(quiet))
+        await worker.until(lambda: len(depot.done) == 600, seconds=60)
+        assert worker.worker._backpressure.in_flight <= 40
+        assert sorted(depot.done) == list(range(400, 1_000))
+
+        for gate in gates.values():
+            gate.set()
+        await worker.until(lambda: all_committed(worker), seconds=60)
+        assert unfinished(worker.worker) == {}
+
+
+@virtual_time
+async def test_at_the_limit_only_partitions_below_what_is_kept_for_them_are_fetched() -> None:
+    assignments, consumer = with_unfinished(60, 40, 4, 0), FakeConsumer(FakeBroker())
+    for each in assignments:
+        consumer.seek(each, 0)
+    backpressure = Backpressure(100, 10**9, is_ordered=True)
+    backpressure.in_flight = 104
+
+    backpressure.apply(consumer, assignments, hold=False)
+
+    assert [each.partition for each in assignments if each not in consumer.paused] == [2, 3]
+    found = [([each.partition for each in group], most) for group, most in backpressure.neediest(assignments)]
+    assert found == [([3], 6), ([2, 3], 2)]
 
 
 class RecordingStore(CountingStore):
