@@ -58,7 +58,7 @@ class Backpressure:
         return max(1, self._most - self.in_flight - self._kept(assignments))
 
     def _kept_for_each(self, assignments: Mapping[Partition, Assignment]) -> int:
-        """Return how many deliveries each partition may have in flight, whatever the others have."""
+        """Return how many deliveries each partition may have in flight, even if the others fill the limit."""
         partitions = sum([each.retry is None for each in assignments.values()]) if self._is_ordered else 0
         return self._most // (SHARED * partitions) if partitions > 1 else 0
 
