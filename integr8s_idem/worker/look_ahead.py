@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -138,12 +139,15 @@ class LookAhead:
 
     def drop(self, delivery: Delivery) -> None:
         """Release `delivery`, which is not handled here."""
-        self._decoded.pop(delivery, None)
+        decoded = self._decoded.pop(delivery, None)
+        if decoded is not None:
+            # Observers have started when it was decoded.
+            delivery.begin(copy_context(), decoded.processing)
         prepared = self._prepared.pop(delivery, None)
         if prepared is not None:
             prepared.release()
-            delivery.is_abandoned = True
-            delivery.end()
+        delivery.is_abandoned = True
+        delivery.end()
 
     def release_closed(self) -> None:
         """Release the keys of closed assignments."""

@@ -17,12 +17,15 @@ from integr8s_idem.errors import PermanentError, PublishError
 from integr8s_idem.failures import discard
 from integr8s_idem.handlers.dispatcher import EventDispatcher, EventRouter, IdempotentEventDispatcher
 from integr8s_idem.handlers.handler import GuardedExecution
+from integr8s_idem.records import Completion
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Observer, Phase, ReceivedMessage, Signal, SilentObserver
 from integr8s_idem.telemetry import Span as Phased
 from integr8s_idem.telemetry.composite import combined
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
+from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.span_recorder import SpanRecorder
-from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.testing.virtual_time import virtual_now, virtual_time
 from integr8s_idem.worker.assignments import Assignment, Delivery
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import FakePublisher, running
@@ -55,6 +58,46 @@ async def test_deliveries_that_were_reserved_before_their_turn_are_released_with
     outcomes = [span.outcome for span in recorder.spans().named(PROCESS)]
     assert sorted(outcomes) == ["executed"] * 4 + ["released"] * (len(outcomes) - 4)
     assert len(outcomes) > 4, "none was reserved before its turn"
+
+
+class SlowStore(FlakyStore):
+    """A store that takes a millisecond to record outcomes."""
+
+    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+        await asyncio.sleep(0.001)
+        return await super().complete(completions)
+
+
+class Unended(SpanProcessor):
+    """Counts spans that have started and have not ended."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        self.names.append(span.name)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self.names.remove(span.name)
+
+
+@virtual_time
+async def test_deliveries_that_were_decoded_while_outcomes_were_recorded_are_released_with_their_partition() -> None:
+    recorder, depot, broker, unended = SpanRecorder(), Depot(), sent(200), Unended()
+    recorder.provider.add_span_processor(unended)
+    here = guarded(SlowStore(MemoryIdempotencyRepository(clock=virtual_now)), observer=recorder.observer("billing"))
+    depot.held[50] = asyncio.Event()
+
+    async with running(dispatcher_of(depot.handle, here), broker, drain_timeout_seconds=1) as worker:
+        await worker.until(lambda: 50 in depot.started)
+        assert unfinished(worker.worker)["decoded"]
+        await worker.consumer.take([TOPIC])
+        depot.held[50].set()
+        await worker.until(lambda: unfinished(worker.worker) == {})
+
+    assert unended.names == []
+    outcomes = [span.outcome for span in recorder.spans().named(PROCESS)]
+    assert sorted(outcomes) == ["executed"] * 51 + ["released"] * (len(outcomes) - 51)
 
 
 @virtual_time
