@@ -246,7 +246,8 @@ class Pipeline:
 
     def _decode_meanwhile(self, items: Iterable[WorkItem]) -> None:
         """Decode deliveries that wait for those of `items`, as soon as the event loop waits for the store."""
-        asyncio.get_running_loop().call_soon(self._decode_ahead, items, context=self._context)
+        # In a copy: code of the application, such as validators, may set context variables.
+        asyncio.get_running_loop().call_soon(self._decode_ahead, items, context=self._context.copy())
 
     def _decode_ahead(self, items: Iterable[WorkItem]) -> None:
         for item in items:

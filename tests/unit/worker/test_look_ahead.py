@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -176,6 +177,28 @@ async def test_decoded_deliveries_of_a_revoked_partition_are_forgotten() -> None
         await worker.until(lambda: unfinished(worker.worker) == {})
 
     assert depot.done == list(range(51))
+
+
+DECODED: ContextVar[int | None] = ContextVar("decoded", default=None)
+
+
+class TracedParcel(ParcelSent):
+    def model_post_init(self, context: Any, /) -> None:
+        DECODED.set(self.number)
+
+
+@virtual_time
+async def test_context_variables_that_are_set_while_an_event_is_decoded_are_not_visible_to_handlers() -> None:
+    seen, router, here, broker = set[int | None](), EventRouter(), guarded(BusyStore()), sent(200)
+
+    async def handle(event: TracedParcel) -> None:
+        seen.add(DECODED.get())
+
+    router.on(TracedParcel, name="handle")(handle)
+    async with running(IdempotentEventDispatcher(router, here.manager), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert seen == {None}
 
 
 @virtual_time
