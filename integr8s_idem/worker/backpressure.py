@@ -10,7 +10,7 @@ Numbers such as R1 and A5 refer to docs/explanation/worker.md.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from integr8s_idem.worker.assignments import Assignment, Delivery
@@ -53,14 +53,25 @@ class Backpressure:
         """Partitions that are paused."""
         return self._paused
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room below both limits, including what is kept for partitions."""
+        return self.in_flight < self._most and self._bytes < self._most_bytes
+
     def room(self, assignments: Mapping[Partition, Assignment]) -> int:
-        """Maximum messages of the next poll; at least one, since paused partitions are not fetched anyway."""
-        return max(1, self._most - self.in_flight - self._kept(assignments))
+        """Maximum messages of the next poll; at least one, since paused partitions are not fetched anyway.
+
+        At the limit, what is kept is included, since only partitions that have less are fetched.
+        """
+        return max(1, self._most - self.in_flight - (0 if self.full else self._kept(assignments)))
 
     def _kept_for_each(self, assignments: Mapping[Partition, Assignment]) -> int:
         """Return how many deliveries each partition may have in flight, even if the others fill the limit."""
-        partitions = sum([each.retry is None for each in assignments.values()]) if self._is_ordered else 0
-        return self._most // (SHARED * partitions) if partitions > 1 else 0
+        unfinished = [each.progress.unfinished for each in assignments.values() if each.retry is None]
+        if not self._is_ordered or len(unfinished) < 2:
+            return 0
+        revoked = max(0, self.in_flight - sum(unfinished))  # they wait for handlers that still run
+        return max(0, self._most - revoked) // (SHARED * len(unfinished))
 
     def _kept(self, assignments: Mapping[Partition, Assignment]) -> int:
         """Return how many deliveries are kept for partitions and not in flight."""
@@ -68,7 +79,9 @@ class Backpressure:
         unfinished = (each.progress.unfinished for each in assignments.values() if each.retry is None)
         return sum([most - number for number in unfinished if number < most]) if most else 0
 
-    def neediest(self, assignments: Mapping[Partition, Assignment]) -> Iterator[tuple[list[Partition], int]]:
+    def neediest(
+        self, assignments: Mapping[Partition, Assignment], without: Collection[Partition] = ()
+    ) -> Iterator[tuple[list[Partition], int]]:
         """Yield the partitions that have less than half their share of the limit in flight, then those below it.
 
         With each group, yield how many messages bring the fullest of it to its share.  At the limit, the share of a
@@ -80,6 +93,7 @@ class Backpressure:
                 partition: unfinished
                 for partition, assignment in assignments.items()
                 if partition not in self._paused
+                and partition not in without
                 and assignment.retry is None
                 and (unfinished := assignment.progress.unfinished) < limit
             }
@@ -119,10 +133,9 @@ class Backpressure:
 
     def apply(self, consumer: Consumer, assignments: Mapping[Partition, Assignment], *, hold: bool) -> None:
         """Pause and resume partitions of `consumer`; with `hold`, pause all of them."""
-        at_most_bytes = self._bytes >= self._most_bytes
-        at_limit = at_most_bytes or self.in_flight + self._kept(assignments) >= self._most
+        at_limit = not self.has_room or self.in_flight + self._kept(assignments) >= self._most
         self.full = at_limit or (self.full and self.is_above_half)
-        kept = 0 if at_most_bytes else self._kept_for_each(assignments)
+        kept = self._kept_for_each(assignments) if self.has_room else 0
         paused = frozenset(
             partition
             for partition, assignment in assignments.items()

@@ -171,17 +171,32 @@ class Poller:
         # Few at a time: copies that wait must not fill the memory.
         if retries and (batches := await self._fetch(*retries, most=MOST_FETCHED, seconds=0.0)):
             return batches
+        if self._is_ordered and self._backpressure.full:
+            return await self._fetch_kept()
         if self._is_ordered and len(assignments) > 1:
             for partitions, lacking in self._backpressure.neediest(assignments):
-                at_once = lacking if self._backpressure.full else min(most, lacking)
-                if batches := await self._fetch(*partitions, most=at_once, seconds=0.0):
+                if batches := await self._fetch(*partitions, most=min(most, lacking), seconds=0.0):
                     return batches
-            if self._backpressure.full:
-                return await self._fetch(most=1, seconds=0.0)
         if not retries:
             return await self._fetch(most=most)
         events = [partition for partition in assignments if partition not in retries]
         return await self._fetch(*(events or retries), most=most if events else MOST_FETCHED)
+
+    async def _fetch_kept(self) -> Mapping[Any, Sequence[Any]]:
+        """Register what is kept for the partitions, of one after another: a busy one must not hold up the others."""
+        assignments, fetched, has_polled = self._partitions.assignments, set[Partition](), False
+        while self._backpressure.has_room:
+            for partitions, lacking in self._backpressure.neediest(assignments, fetched):
+                has_polled = True
+                most = min(POLL_RECORDS, lacking, self._backpressure.room(assignments))
+                if batches := await self._fetch(*partitions, most=most, seconds=0.0):
+                    self._take(batches)
+                    fetched |= batches.keys()
+                    break
+            else:
+                break
+        # Any poll raises errors of the client (A8), but it discards messages of the partitions that are paused (A14).
+        return {} if has_polled else await self._fetch(*list(assignments)[:1], most=1, seconds=0.0)
 
     def _apply_pressure(self) -> None:
         self._backpressure.apply(self.consumer, self._partitions.assignments, hold=self._hold())

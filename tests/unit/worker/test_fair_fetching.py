@@ -125,17 +125,75 @@ async def test_partitions_are_handled_although_others_are_stuck(ordering: Orderi
 
 @virtual_time
 async def test_at_the_limit_only_partitions_below_what_is_kept_for_them_are_fetched() -> None:
-    assignments, consumer = with_unfinished(60, 40, 4, 0), FakeConsumer(FakeBroker())
+    assignments, consumer = with_unfinished(60, 28, 4, 0), FakeConsumer(FakeBroker())
     for each in assignments:
         consumer.seek(each, 0)
     backpressure = Backpressure(100, 10**9, is_ordered=True)
-    backpressure.in_flight = 104
+    backpressure.in_flight = 92
 
     backpressure.apply(consumer, assignments, hold=False)
 
     assert [each.partition for each in assignments if each not in consumer.paused] == [2, 3]
     found = [([each.partition for each in group], most) for group, most in backpressure.neediest(assignments)]
     assert found == [([3], 6), ([2, 3], 2)]
+
+
+@virtual_time
+async def test_at_the_limit_a_busy_partition_does_not_hold_up_the_others() -> None:
+    gate = asyncio.Event()
+    depot, broker = Depot(seconds=0.0001, held={0: gate}), FakeBroker()
+    broker.publish(*parcels(200))
+    for partition in (1, 2):
+        broker.logs[Partition(TOPIC.topic, partition)] = []
+
+    async with running(dispatcher_of(depot.handle), broker, max_in_flight=120) as worker:
+        await worker.until(lambda: worker.worker._backpressure.full)
+        broker.publish(*parcels(2_200)[200:], partition=1)
+        broker.publish(*parcels(2_202)[2_200:], partition=2)
+        await worker.until(lambda: {2_200, 2_201} <= set(depot.done), seconds=0.2)
+        assert len(depot.done) < 2_000
+
+        gate.set()
+        await worker.until(lambda: all_committed(worker), seconds=60)
+        assert unfinished(worker.worker) == {}
+
+
+@virtual_time
+@pytest.mark.parametrize("ordering", ["partition", "key", "none"])
+async def test_a_single_partition_is_fetched_as_soon_as_there_is_room(ordering: Ordering) -> None:
+    depot, broker, loop = Depot(seconds=0.001), sent(1_000), asyncio.get_running_loop()
+
+    options: dict[str, Any] = {"ordering": ordering, "max_in_flight": 100, "concurrency": 1}
+    async with running(dispatcher_of(depot.handle), broker, **options) as worker:
+        await worker.until(lambda: len(depot.done) == 1_000)
+
+    assert loop.time() < 1_000 * 0.001 + 0.2
+
+
+@virtual_time
+async def test_deliveries_that_wait_for_handlers_of_a_revoked_partition_count_against_the_limit() -> None:
+    gates = {number: asyncio.Event() for number in (0, 300)}
+    depot, broker, in_flight = Depot(held=gates), sent(300), list[int]()
+    other = Partition(TOPIC.topic, 1)
+    broker.logs[other] = []
+
+    options: dict[str, Any] = {"max_in_flight": 160, "drain_timeout_seconds": 1}
+    async with running(dispatcher_of(depot.handle, guarded()), broker, **options) as worker:
+        await worker.until(lambda: worker.worker._backpressure.full)
+        await worker.consumer.take([TOPIC, other])
+        broker.publish(*parcels(600)[301:], partition=1)
+        broker.publish(parcels(301)[300], partition=1)
+        await worker.consumer.give([TOPIC, other])
+        for _ in range(1_000):
+            in_flight.append(worker.worker._backpressure.in_flight)
+            await asyncio.sleep(0.01)
+        assert set(range(301, 600)) <= set(depot.done)
+
+        for gate in gates.values():
+            gate.set()
+        await worker.until(lambda: all_committed(worker), seconds=60)
+        assert unfinished(worker.worker) == {}
+    assert max(in_flight) <= 160
 
 
 class RecordingStore(CountingStore):
