@@ -285,6 +285,8 @@ class Poller:
                 continue
             # The client also moves past a batch that it cannot read, and raises the error in a later poll: this one.
             self._take(await self._fetch(partition, most=1, seconds=0.0))
+            if not self._backpressure.has_room:
+                self._apply_pressure()  # the next polls must not exceed the limit
             if (position := await self._position(assignment)) is not None:
                 assignment.progress.fetched_to(position, assignment.start or 0)
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import pytest
 from aiokafka.errors import KafkaError, RecordTooLargeError
 
 from integr8s_idem.events import BaseEvent
@@ -250,3 +251,26 @@ async def test_an_unknown_position_does_not_block_polling(monkeypatch: Any) -> N
             broker.publish(order(number))
             await worker.until(lambda number=number: len(shop.ended) == number + 1, 1)  # type: ignore[misc]
         await worker.until(lambda: broker.committed.get(TOPIC) == 20, LONG)
+
+
+@pytest.mark.parametrize("ordering", ["partition", "none"])
+@virtual_time
+async def test_polls_that_follow_markers_do_not_exceed_the_limit(ordering: str) -> None:
+    broker, shop = FakeBroker(), Shop()
+    shop.may_end.clear()
+    for partition in range(8):
+        broker.mark("order_placed", partition=partition)
+
+    async with running(shop.dispatcher, broker, ordering=ordering, max_in_flight=3) as worker:
+        await asyncio.sleep(1.197)
+        broker.publish(order(0), order(1))
+        for partition in range(1, 8):
+            broker.mark("order_placed", partition=partition)
+        await asyncio.sleep(0.002)  # in the pause after that poll, before positions are read
+        for partition in range(1, 8):
+            broker.publish(order(2), partition=partition)
+        await asyncio.sleep(1)
+        assert worker.worker._backpressure.in_flight == 3
+
+        shop.may_end.set()
+        await worker.until(lambda: len(shop.ended) == 9, LONG)
