@@ -140,7 +140,7 @@ class Backpressure:
             partition
             for partition, assignment in assignments.items()
             if hold
-            or (self.full and (assignment.retry is not None or assignment.progress.unfinished >= kept))
+            or (self.full and assignment.retry is None and assignment.progress.unfinished >= kept)
             or assignment.closed
             or assignment.damaged
             or assignment.progress.span >= MOST_UNCOMMITTED

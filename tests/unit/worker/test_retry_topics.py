@@ -388,6 +388,23 @@ async def test_many_waiting_copies_do_not_stop_the_topics_of_events() -> None:
 
 
 @virtual_time
+@pytest.mark.parametrize("ordering", ["partition", "none"])
+async def test_copies_are_handled_when_they_are_due_although_a_limit_is_reached(ordering: str) -> None:
+    here, broker, gates = guarded(), broker_of(*range(200)), {number: asyncio.Event() for number in range(1, 200)}
+    depot = Depot(errors={0: later(30)}, held=gates)
+
+    options: dict[str, Any] = {"ordering": ordering, "max_in_flight": 20}
+    async with running(overtaking(depot, here), broker, retry_topics=TIERS, **options) as worker:
+        await worker.until(lambda: worker.worker._backpressure.full)
+        await worker.until(lambda: depot.done == [0], 2 * MINUTE)
+        assert worker.worker._backpressure.in_flight <= 20
+
+        for gate in gates.values():
+            gate.set()
+        await worker.until(lambda: len(depot.done) == 200 and are_settled(broker))
+
+
+@virtual_time
 async def test_a_handler_that_blocks_waits_in_place_beside_retry_topics() -> None:
     here, depot, broker = guarded(), Depot(errors={0: later(30)}), broker_of(0, 1)
 
