@@ -32,6 +32,7 @@ from integr8s_idem.worker.backpressure import Backpressure
 from integr8s_idem.worker.batch_limits import limits_of_batches
 from integr8s_idem.worker.client_options import bounded, connection_options
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
+from integr8s_idem.worker.fetch_order import POLL_RECORDS
 from integr8s_idem.worker.fetch_watchdog import MOST_RENEWALS, PATIENCE, FetchWatchdog
 from integr8s_idem.worker.health import ServiceHealth
 from integr8s_idem.worker.isolation_gate import IsolationGate
@@ -40,7 +41,7 @@ from integr8s_idem.worker.offset_committer import OffsetCommitter
 from integr8s_idem.worker.partition_registry import PartitionRegistry
 from integr8s_idem.worker.pipeline import Pipeline
 from integr8s_idem.worker.poison_events import PoisonEventRunner
-from integr8s_idem.worker.poller import POLL_BACKOFF, POLL_RECORDS, WATCH_SECONDS, Poller
+from integr8s_idem.worker.poller import POLL_BACKOFF, WATCH_SECONDS, Poller
 from integr8s_idem.worker.publisher import EventPublisher
 from integr8s_idem.worker.purger import Purger
 from integr8s_idem.worker.replay_policy import ReplayPolicy

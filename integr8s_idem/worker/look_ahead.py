@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -24,7 +24,9 @@ from integr8s_idem.engine.work import Isolation
 from integr8s_idem.handlers.handler import GuardedExecution, HandlerExecution
 from integr8s_idem.records import Completed, Reserved, Verdict
 from integr8s_idem.worker.assignments import Delivery, WorkItem
-from integr8s_idem.worker.delivery_processor import Decoded, UnverifiedReplay
+from integr8s_idem.worker.delivery_processor import Decoded, DeliveryProcessor, UnverifiedReplay
+from integr8s_idem.worker.lanes import Lanes
+from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 
 LONGEST_HOLD: Final = 0.5
 """Seconds after which the key of a delivery whose turn has not come is released, and at most twice as long."""
@@ -54,20 +56,40 @@ class Prepared:
 class LookAhead:
     """The deliveries of one pipeline that were decoded before their turn."""
 
-    def __init__(self, options: RunOptions) -> None:
+    def __init__(self, processor: DeliveryProcessor, options: RunOptions, lanes: Lanes, tasks: PipelineTasks) -> None:
+        self._processor = processor
         self._options = options
+        self._lanes = lanes
+        self._tasks = tasks
         self._decoded: dict[Delivery, Decoded] = {}
         """Deliveries that were decoded, and whose processing has not begun."""
         self._prepared: dict[Delivery, Prepared] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def keep_decoded(self, delivery: Delivery, decoded: Decoded) -> None:
-        """Keep a decoded delivery until its processing begins."""
-        self._decoded[delivery] = decoded
+    def decode(self, delivery: Delivery, context: Context) -> Decoded | None:
+        """Decode a delivery and begin its processing; `None` after a bug in the library, which ends its assignment."""
+        try:
+            decoded = self._decoded.pop(delivery, None) or self._processor.decode(delivery)
+            delivery.begin(context.copy(), decoded.processing)
+        except Exception as error:  # noqa: BLE001  # the service is stopped with it
+            self._report_bug(error, delivery)
+            return None
+        return decoded
 
-    def take_decoded(self, delivery: Delivery) -> Decoded | None:
-        """Return `delivery` if it was decoded already."""
-        return self._decoded.pop(delivery, None)
+    def decode_successors(self, items: Iterable[WorkItem]) -> None:
+        """Decode deliveries that wait for those of `items` in their lanes."""
+        for item in items:
+            delivery = self._lanes.next_to_decode(item.delivery)
+            if delivery is None or delivery.assignment.closed:
+                continue
+            try:
+                self._decoded[delivery] = self._processor.decode(delivery)
+            except Exception as error:  # noqa: BLE001  # the service is stopped with it
+                self._report_bug(error, delivery)
+
+    def _report_bug(self, error: Exception, delivery: Delivery) -> None:
+        delivery.assignment.close()
+        self._tasks.report_bug(error, delivery)
 
     def add(self, delivery: Delivery, decoded: Decoded) -> None:
         """Add a decoded delivery, which is about to be reserved."""

@@ -78,15 +78,15 @@ class Pipeline:
         self._isolation.when_opened.append(self._resume)
         self._slots.on_free(self._schedule)
         self._lanes = Lanes(ordering)
-        self._ahead = LookAhead(self._options)
         self._finish = finish
         self._left = left
         self._tasks = PipelineTasks(processor.service, fail)
+        self._ahead = LookAhead(processor, self._options, self._lanes, self._tasks)
         self._conclusions = Conclusions(processor, self._tasks, reschedule=self._make_ready, ended=self._ended)
         handlers = processor.dispatcher.router.handlers
         self._limits = ValueLimits() if any(each.limit is not None for each in handlers) else None
         self._conclusions.limits = self._limits
-        meanwhile = self._decode_meanwhile if self._lanes.are_ordered else None
+        meanwhile = self._meanwhile if self._lanes.are_ordered else None
         self._runners = Runners(processor, self._tasks, self._conclusions, meanwhile)
         self._reserver = Reserver(processor, self._options, self._lanes, self._ahead, self._runners, self._conclusions)
         self._ready: deque[Delivery | WorkItem] = deque()
@@ -213,7 +213,7 @@ class Pipeline:
         to_reserve: list[Reservable] = []
         due: list[HandlerExecution] = []
         for delivery in ahead:
-            if (decoded := self._decode(delivery)) is not None:
+            if (decoded := self._ahead.decode(delivery, self._context)) is not None:
                 self._ahead.add(delivery, decoded)
         while taken:
             each = taken.popleft()
@@ -223,7 +223,7 @@ class Pipeline:
             elif each.is_prepared:
                 prepared = self._ahead.take(each)
                 self._begin(each, prepared.decoded, prepared.items, to_reserve)
-            elif (decoded := self._decode(each)) is not None:
+            elif (decoded := self._ahead.decode(each, self._context)) is not None:
                 due += decoded.executions
                 self._begin(each, decoded, (), to_reserve)
             else:
@@ -234,34 +234,10 @@ class Pipeline:
         if to_reserve or early:
             await self._reserver.reserve(to_reserve, early)
 
-    def _decode(self, delivery: Delivery) -> Decoded | None:
-        """Decode a delivery and begin its processing; `None` after a bug in the library, which ends its assignment."""
-        try:
-            decoded = self._ahead.take_decoded(delivery) or self._processor.decode(delivery)
-            delivery.begin(self._context.copy(), decoded.processing)
-        except Exception as error:  # noqa: BLE001  # the service is stopped with it
-            self._report_bug(error, delivery)
-            return None
-        return decoded
-
-    def _decode_meanwhile(self, items: Iterable[WorkItem]) -> None:
+    def _meanwhile(self, items: Iterable[WorkItem]) -> None:
         """Decode deliveries that wait for those of `items`, as soon as the event loop waits for the store."""
         # In a copy: code of the application, such as validators, may set context variables.
-        asyncio.get_running_loop().call_soon(self._decode_ahead, items, context=self._context.copy())
-
-    def _decode_ahead(self, items: Iterable[WorkItem]) -> None:
-        for item in items:
-            delivery = self._lanes.next_to_decode(item.delivery)
-            if delivery is None or delivery.assignment.closed:
-                continue
-            try:
-                self._ahead.keep_decoded(delivery, self._processor.decode(delivery))
-            except Exception as error:  # noqa: BLE001  # the service is stopped with it
-                self._report_bug(error, delivery)
-
-    def _report_bug(self, error: Exception, delivery: Delivery) -> None:
-        delivery.assignment.close()
-        self._tasks.report_bug(error, delivery)
+        asyncio.get_running_loop().call_soon(self._ahead.decode_successors, items, context=self._context.copy())
 
     def _begin(
         self, delivery: Delivery, decoded: Decoded, items: Sequence[WorkItem], to_reserve: list[Reservable]

@@ -19,19 +19,13 @@ from integr8s_idem.worker.assignments import Assignment, Delivery
 from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.backpressure import Backpressure
 from integr8s_idem.worker.client_options import bounded
+from integr8s_idem.worker.fetch_order import POLL_RECORDS, POLL_SECONDS, FetchOrder
 from integr8s_idem.worker.fetch_watchdog import FetchWatchdog
 from integr8s_idem.worker.kafka_protocols import Consumer, Partition
 from integr8s_idem.worker.partition_registry import PartitionRegistry
-from integr8s_idem.worker.retry_topics import MOST_FETCHED
 from integr8s_idem.worker.static_membership import StaticMembership, is_fenced
 
 logger = logging.getLogger(__name__)
-
-POLL_SECONDS: Final = 0.2
-"""Maximum wait of a poll."""
-
-POLL_RECORDS: Final = 500
-"""Maximum messages of a poll."""
 
 FULL_SECONDS: Final = 0.02
 """Maximum pause before a poll at the limit, if some partitions may have less than is kept for them."""
@@ -97,7 +91,9 @@ class Poller:
         self._observer = observer
         self._put = put
         self._on_first_poll = on_first_poll
-        self._is_ordered = is_ordered
+        self._full_seconds = FULL_SECONDS if is_ordered else POLL_SECONDS
+        self._fetch_order = FetchOrder(consumer, partitions, backpressure, take=self._take, is_ordered=is_ordered)
+        self._fetch = self._fetch_order.fetch
         self._hold = hold
         self._answer_seconds = answer_seconds
         self._longest_poll = longest_poll
@@ -131,12 +127,12 @@ class Poller:
             self._apply_pressure()
             if self._backpressure.full:
                 # If all partitions are paused, a poll takes its maximum time even if there is room sooner.
-                await self._backpressure.wait_for_room(FULL_SECONDS if self._is_ordered else POLL_SECONDS)
+                await self._backpressure.wait_for_room(self._full_seconds)
                 self._apply_pressure()
             try:
                 await self._note_positions()
                 await self._note_starts()
-                batches = await self._next_batches()
+                batches = await self._fetch_order.next_batches()
             except (NoOffsetForPartitionError, OffsetOutOfRangeError):
                 raise
             except Exception as error:
@@ -158,46 +154,6 @@ class Poller:
             if self._backpressure.is_above_half and 0 < sum(map(len, batches.values())) < FEW:
                 await self._backpressure.wait_for_room(PAUSE_SECONDS)
 
-    async def _next_batches(self) -> Mapping[Any, Sequence[Any]]:
-        """Fetch a few copies for retries, if there are any; otherwise events, as they are needed.
-
-        If events are ordered, the partitions with the fewest deliveries in flight come first.  The client returns the
-        messages of one partition until none of them are left.  If they had to wait for each other, most partitions
-        would have nothing in flight, and little would be handled concurrently.
-        """
-        assignments = self._partitions.assignments
-        most = min(POLL_RECORDS, self._backpressure.room(assignments))
-        retries = [partition for partition, assignment in assignments.items() if assignment.retry is not None]
-        # Few at a time: copies that wait must not fill the memory.
-        if retries and (batches := await self._fetch(*retries, most=MOST_FETCHED, seconds=0.0)):
-            return batches
-        if self._is_ordered and self._backpressure.full:
-            return await self._fetch_kept()
-        if self._is_ordered and len(assignments) > 1:
-            for partitions, lacking in self._backpressure.neediest(assignments):
-                if batches := await self._fetch(*partitions, most=min(most, lacking), seconds=0.0):
-                    return batches
-        if not retries:
-            return await self._fetch(most=most)
-        events = [partition for partition in assignments if partition not in retries]
-        return await self._fetch(*(events or retries), most=most if events else MOST_FETCHED)
-
-    async def _fetch_kept(self) -> Mapping[Any, Sequence[Any]]:
-        """Register what is kept for the partitions, of one after another: a busy one must not hold up the others."""
-        assignments, fetched, has_polled = self._partitions.assignments, set[Partition](), False
-        while self._backpressure.has_room:
-            for partitions, lacking in self._backpressure.neediest(assignments, fetched):
-                has_polled = True
-                most = min(POLL_RECORDS, lacking, self._backpressure.room(assignments))
-                if batches := await self._fetch(*partitions, most=most, seconds=0.0):
-                    self._take(batches)
-                    fetched |= batches.keys()
-                    break
-            else:
-                break
-        # Any poll raises errors of the client (A8), but it discards messages of the partitions that are paused (A14).
-        return {} if has_polled else await self._fetch(*list(assignments)[:1], most=1, seconds=0.0)
-
     def _apply_pressure(self) -> None:
         self._backpressure.apply(self.consumer, self._partitions.assignments, hold=self._hold())
 
@@ -213,11 +169,6 @@ class Poller:
 
     def _not_paused(self) -> list[Partition]:
         return sorted(self._partitions.assignments.keys() - self._backpressure.paused)
-
-    async def _fetch(
-        self, *only: Partition, most: int = POLL_RECORDS, seconds: float = POLL_SECONDS
-    ) -> Mapping[Any, Sequence[Any]]:
-        return await self.consumer.getmany(*only, timeout_ms=int(seconds * 1000), max_records=most)
 
     def _give_up(self, reason: str, *, is_temporary: bool = False) -> None:
         if not self.broken.done():
