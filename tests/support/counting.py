@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
-from integr8s_idem.records import ReserveRequest, Verdict
+from integr8s_idem.records import Completion, ReserveRequest, Verdict
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Gauge, Observation, Signal, SilentObserver
 from integr8s_idem.testing.flaky_store import FlakyStore
@@ -43,3 +44,19 @@ class CountingStore(FlakyStore):
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
         self.batch_sizes.append(len(requests))
         return await super().reserve(requests)
+
+
+class BusyStore(CountingStore):
+    """A store that takes a millisecond to record outcomes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_recording = False
+
+    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+        self.is_recording = True
+        try:
+            await asyncio.sleep(0.001)
+            return await super().complete(completions)
+        finally:
+            self.is_recording = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -13,14 +13,14 @@ import pytest
 
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
-from integr8s_idem.records import Completion, IdempotencyStatus
+from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.telemetry import SILENT, Phase, ReceivedMessage, SilentObserver, Span
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.batch_limits import MOST_TOGETHER
 from integr8s_idem.worker.kafka_protocols import Partition
 from integr8s_idem.worker.lanes import HORIZON, MOST_AHEAD, Ordering
 from integr8s_idem.worker.look_ahead import LONGEST_HOLD
-from tests.support.counting import CountingStore
+from tests.support.counting import BusyStore, CountingStore
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import FakePublisher, running
 from tests.support.guarded import Guarded, guarded
@@ -74,22 +74,6 @@ async def test_an_outcome_is_recorded_before_the_next_handler_of_the_lane_starts
         await worker.until(lambda: all_committed(worker))
 
     assert found == [True] * 50
-
-
-class BusyStore(CountingStore):
-    """A store that takes a millisecond to record outcomes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_recording = False
-
-    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
-        self.is_recording = True
-        try:
-            await asyncio.sleep(0.001)
-            return await super().complete(completions)
-        finally:
-            self.is_recording = False
 
 
 class DecodingObserver(SilentObserver):

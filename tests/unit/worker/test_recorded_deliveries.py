@@ -17,16 +17,14 @@ from integr8s_idem.errors import PermanentError, PublishError
 from integr8s_idem.failures import discard
 from integr8s_idem.handlers.dispatcher import EventDispatcher, EventRouter, IdempotentEventDispatcher
 from integr8s_idem.handlers.handler import GuardedExecution
-from integr8s_idem.records import Completion
-from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Observer, Phase, ReceivedMessage, Signal, SilentObserver
 from integr8s_idem.telemetry import Span as Phased
 from integr8s_idem.telemetry.composite import combined
 from integr8s_idem.telemetry.prometheus import PrometheusObserver
-from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.span_recorder import SpanRecorder
-from integr8s_idem.testing.virtual_time import virtual_now, virtual_time
+from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.assignments import Assignment, Delivery
+from tests.support.counting import BusyStore
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import FakePublisher, running
 from tests.support.guarded import Guarded, guarded
@@ -60,14 +58,6 @@ async def test_deliveries_that_were_reserved_before_their_turn_are_released_with
     assert len(outcomes) > 4, "none was reserved before its turn"
 
 
-class SlowStore(FlakyStore):
-    """A store that takes a millisecond to record outcomes."""
-
-    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
-        await asyncio.sleep(0.001)
-        return await super().complete(completions)
-
-
 class Unended(SpanProcessor):
     """Counts spans that have started and have not ended."""
 
@@ -85,7 +75,7 @@ class Unended(SpanProcessor):
 async def test_deliveries_that_were_decoded_while_outcomes_were_recorded_are_released_with_their_partition() -> None:
     recorder, depot, broker, unended = SpanRecorder(), Depot(), sent(200), Unended()
     recorder.provider.add_span_processor(unended)
-    here = guarded(SlowStore(MemoryIdempotencyRepository(clock=virtual_now)), observer=recorder.observer("billing"))
+    here = guarded(BusyStore(), observer=recorder.observer("billing"))
     depot.held[50] = asyncio.Event()
 
     async with running(dispatcher_of(depot.handle, here), broker, drain_timeout_seconds=1) as worker:
