@@ -59,6 +59,11 @@ class Lane:
         """Start again with one delivery in the next batch."""
         self._size = 0
 
+    def withdraw(self) -> list[Delivery]:
+        """Remove and return the waiting deliveries."""
+        withdrawn, self.waiting, self._decoded = list(self.waiting), deque(), 0
+        return withdrawn
+
 
 class Lanes:
     """The lanes that are busy."""
@@ -109,6 +114,11 @@ class Lanes:
         """
         if self.are_ordered:
             self._lanes[self._name_of(delivery)].slow_down()
+
+    def withdraw_closed(self) -> list[Delivery]:
+        """Remove and return the deliveries of closed assignments that wait for others."""
+        closed = [lane for lane in self._lanes.values() if lane.waiting and lane.waiting[0].assignment.closed]
+        return [delivery for lane in closed for delivery in lane.withdraw()]
 
     def __len__(self) -> int:
         return len(self._lanes)

@@ -131,13 +131,18 @@ class Pipeline:
     def release_closed(self) -> None:
         """Release deliveries of closed assignments that have not started."""
         self._runners.release(only_closed=True)
-        self._ahead.release_closed()
+        # Before their predecessors end, which would start them.
+        for delivery in self._lanes.withdraw_closed():
+            self._ahead.drop(delivery)
+            self._left(delivery)
         ready, self._ready = self._ready, deque()
         for each in ready:
-            if isinstance(each, WorkItem) and each.delivery.assignment.closed:
-                self._conclusions.abandon(each)
+            delivery = each if isinstance(each, Delivery) else each.delivery
+            if delivery.assignment.closed:
+                self._drop(each)
             else:
                 self._ready.append(each)
+        self._ahead.release_closed()
 
     # Batches.
 
@@ -213,7 +218,8 @@ class Pipeline:
         to_reserve: list[Reservable] = []
         due: list[HandlerExecution] = []
         for delivery in ahead:
-            if (decoded := self._ahead.decode(delivery, self._context)) is not None:
+            # Abandoned: its partition was revoked meanwhile.
+            if not delivery.is_abandoned and (decoded := self._ahead.decode(delivery, self._context)) is not None:
                 self._ahead.add(delivery, decoded)
         while taken:
             each = taken.popleft()

@@ -86,12 +86,15 @@ async def test_revoking_a_partition_waits_for_the_store_up_to_the_drain_timeout(
     assert len(depot.done) == 20
 
 
+@EVERY_ORDERING
 @virtual_time
-async def test_deliveries_that_wait_in_a_lane_are_not_started_after_a_revocation() -> None:
+async def test_deliveries_that_wait_for_a_hung_handler_are_dropped_by_a_revocation(ordering: str) -> None:
     here, depot, broker = guarded(), Depot(held={0: asyncio.Event()}), sent(10)
-    async with running(dispatcher_of(depot.handle, here), broker, drain_timeout_seconds=1) as worker:
-        await worker.until(lambda: depot.started == [0])
+    options = {"ordering": ordering, "concurrency": 1, "drain_timeout_seconds": 1}
+    async with running(dispatcher_of(depot.handle, here), broker, None, **options) as worker:
+        await worker.until(lambda: depot.started == [0] and worker.worker.report().in_flight == 10)
         await worker.consumer.take([TOPIC])
+        assert worker.worker.report().in_flight == 1
         depot.held[0].set()
         await worker.until(lambda: not unfinished(worker.worker))
 
