@@ -11,7 +11,7 @@ from examples.demo.errors import DemoError
 from integr8s_idem.config import KafkaSettings
 from integr8s_idem.errors import PublishError
 from integr8s_idem.worker import EventPublisher
-from integr8s_idem.worker.consumer import bounded_stop, make_consumer
+from integr8s_idem.worker.consumer import leave_group, make_consumer
 from integr8s_idem.worker.kafka_protocols import Consumer
 
 EVERY: Final = 3
@@ -71,7 +71,7 @@ class Duplicator:
                 "; ".join(f"events cannot be delivered again: {error!r}" for error in errors.exceptions)
             ) from errors
         finally:
-            await bounded_stop(consumer, _STOP_SECONDS)
+            await leave_group(consumer, _STOP_SECONDS)
             await self._publisher.close()
 
     def _is_due(self, record: Any) -> bool:

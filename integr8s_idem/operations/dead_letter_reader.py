@@ -19,6 +19,7 @@ from integr8s_idem.errors import ApplicationError, BrokerUnavailableError
 from integr8s_idem.operations.dead_letters import Place, StoredDeadLetter
 from integr8s_idem.worker.broker_facts import unavailable
 from integr8s_idem.worker.client_options import bounded, connection_options
+from integr8s_idem.worker.client_stop import bounded_stop
 from integr8s_idem.worker.kafka_protocols import Partition
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ class DeadLetterReader:
             await self._call(client.bootstrap())
             cluster = await self._call(self._cluster(client))
         finally:
-            await _close(client.close())
+            await _close(bounded(client.close(), _CLOSE_SECONDS))
         return {topic: sorted(cluster.partitions_for_topic(topic) or ()) for topic in cluster.topics()}
 
     async def _cluster(self, client: Any) -> Any:
@@ -206,14 +207,14 @@ async def open_dead_letter_reader(kafka: KafkaSettings) -> AsyncIterator[DeadLet
         await reader._call(consumer.start())  # noqa: SLF001  # this function is the constructor
         yield reader
     finally:
-        await _close(consumer.stop())
+        await _close(bounded_stop(consumer, _CLOSE_SECONDS))
 
 
 async def _close(closing: Coroutine[Any, Any, None]) -> None:
     try:
-        await bounded(closing, _CLOSE_SECONDS)
+        await closing
     except (KafkaError, OSError, TimeoutError):
-        return  # nothing is left to send, and the connections close with the client
+        return  # nothing is left to send
 
 
 def _groups(offset_ranges: Sequence[OffsetRange]) -> Iterator[Mapping[Partition, OffsetRange]]:

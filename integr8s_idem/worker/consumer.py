@@ -31,6 +31,7 @@ from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.backpressure import Backpressure
 from integr8s_idem.worker.batch_limits import limits_of_batches
 from integr8s_idem.worker.client_options import bounded, connection_options
+from integr8s_idem.worker.client_stop import bounded_stop
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.fetch_order import POLL_RECORDS
 from integr8s_idem.worker.fetch_watchdog import MOST_RENEWALS, PATIENCE, FetchWatchdog
@@ -356,17 +357,17 @@ class ServiceWorker:
             except (KafkaError, OSError) as error:
                 if poller.membership is not None and is_fenced(error):
                     poller.membership.fenced()
-                    await bounded_stop(poller.consumer, 1.0)
+                    await leave_group(poller.consumer, 1.0)
                     raise self._fenced() from error
                 tries += 1
                 self._reason = self._unreachable(error)
                 logger.warning("%s: %s", self.name, self._reason)
-                await bounded_stop(poller.consumer, 1.0)
+                await leave_group(poller.consumer, 1.0)
                 await asyncio.wait({self._stopping}, timeout=POLL_BACKOFF.pause(tries))
                 continue
             if not joined:
                 # Stopped while joining: the group may already include this consumer.
-                await bounded_stop(poller.consumer, self._kafka.request_timeout_seconds)
+                await leave_group(poller.consumer, self._kafka.request_timeout_seconds)
                 return None
             # A consumer that has joined must leave the group, even if the worker was stopped meanwhile.
             self._reason = ""
@@ -464,7 +465,7 @@ class ServiceWorker:
                     task.cancel()
                 await asyncio.wait(rest, timeout=LAST_GRACE)
             self._partitions.end_all()
-            await bounded_stop(poller.consumer, self._kafka.request_timeout_seconds)
+            await leave_group(poller.consumer, self._kafka.request_timeout_seconds)
         # None of the loops ends by itself: if one has ended, it has failed.
         for ended in (*loops, self._failed):
             if ended.done() and not ended.cancelled():
@@ -588,9 +589,9 @@ class _Listener(ConsumerRebalanceListener):
         self._worker.take_over(assigned)
 
 
-async def bounded_stop(consumer: Consumer, seconds: float) -> None:
+async def leave_group(consumer: Consumer, seconds: float) -> None:
     """Leave the group, or let the session time out: `stop` may block or raise errors of the client (A6)."""
     try:
-        await bounded(consumer.stop(), seconds)
+        await bounded_stop(consumer, seconds)
     except (KafkaError, OSError, TimeoutError) as error:
         logger.warning("consumer did not stop cleanly: %s: %s", type(error).__name__, error)

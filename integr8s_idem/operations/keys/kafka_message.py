@@ -16,6 +16,7 @@ from integr8s_idem.config import KafkaSettings, ServiceSettings
 from integr8s_idem.errors import ApplicationError, UndecodableEventError
 from integr8s_idem.events import read_json
 from integr8s_idem.worker.client_options import bounded, connection_options
+from integr8s_idem.worker.client_stop import bounded_stop
 from integr8s_idem.worker.kafka_protocols import Partition, Record
 
 _TOPIC: Final = r"(?P<topic>[A-Za-z0-9._-]{1,249})"
@@ -112,9 +113,9 @@ async def _partitions(consumer: Any, topic: str) -> set[int]:
 
 async def _stop(consumer: Any) -> None:
     try:
-        await bounded(consumer.stop(), _CLOSE_SECONDS)
+        await bounded_stop(consumer, _CLOSE_SECONDS)
     except (KafkaError, OSError, TimeoutError):
-        return  # nothing is left to send, and the connections close with the client
+        return  # nothing is left to send
 
 
 @dataclass(frozen=True, slots=True)
