@@ -15,12 +15,13 @@ from starlette.types import Message
 from benchmarks.contestants import ensure
 from benchmarks.guards import RawRedis
 from benchmarks.measuring import Flat
+from benchmarks.native import NATIVE, native_code, with_native_code
 from benchmarks.places import redis_environment
 from benchmarks.rounds import Comparison, Measured, Options, Progress, Turn, compare, fresh_keys, run_concurrently
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, by_authorization
 
-KEYS: Final = ("http_guarded", "http_by_hand")
+KEYS: Final = ("http_guarded", "http_by_hand", "http_guarded_native")
 CONCURRENCY: Final = 32
 ANSWER: Final = b'{"receipt":"receipt-1"}'
 BODY: Final = b'{"order_id": "order-1", "quantity": 3}'
@@ -128,5 +129,11 @@ async def measure(options: Options, progress: Progress) -> Flat:
             "endpoint_by_hand": bare(Application(by_hand=RawRedis(env)), fresh_keys("by-hand")),
         }
         figures = {"http_guarded": ("guarded_endpoint", "endpoint"), "http_by_hand": ("endpoint_by_hand", "endpoint")}
+        if NATIVE is not None:
+            with native_code():
+                application = Application(await env.manager("bench"))
+            turn = guarded(application, fresh_keys("guarded-native"), env.plain_client())
+            turns["guarded_endpoint_native"] = with_native_code(turn)
+            figures["http_guarded_native"] = ("guarded_endpoint_native", "endpoint")
         comparison = Comparison("http_fresh_c32", turns, figures, by_cpu=True)
         return await compare(comparison, options, progress) | {"http.server": env.version}

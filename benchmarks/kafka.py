@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal
-from unittest.mock import patch
 from uuid import uuid4
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
@@ -23,6 +22,7 @@ from faststream.kafka import KafkaBroker as FastStreamBroker
 from benchmarks.contestants import ensure
 from benchmarks.guards import RawRedis
 from benchmarks.measuring import Flat
+from benchmarks.native import NATIVE, with_native_code
 from benchmarks.observers import SpansOfSdk, Telemetry
 from benchmarks.places import RedisEnvironment, redis_environment
 from benchmarks.rounds import Comparison, Measured, Options, Progress, Stopwatch, Turn, compare
@@ -36,7 +36,6 @@ from integr8s_idem import (
     IdempotencyManager,
     IdempotentEventDispatcher,
 )
-from integr8s_idem._util import speedups
 from integr8s_idem.config import KafkaSettings, ServiceSettings
 from integr8s_idem.events import encode_event, event_headers
 from integr8s_idem.stores import IdempotencyRepository
@@ -57,10 +56,11 @@ KEYS: Final = (
     "telemetry_bound",
     "kafka_vs_raw_loop_native",
     "kafka_vs_faststream_native",
+    "kafka_noop_native",
+    "kafka_default_order_native",
+    "kafka_1ms_native",
     "speedups",
 )
-NATIVE: Final = speedups.LOADED.native
-"""The native code, which only the contestants that are called so use; `None` if it is not installed."""
 EVENTS: Final = 10_000
 """Number of events in the topic, for turns of a second."""
 PARTITIONS: Final = 8
@@ -390,25 +390,19 @@ def _comparisons(topic: Topic, redis: RawRedis, telemetry: Telemetry, sdk: Spans
         "telemetry_on": ("with_telemetry", "idempotent"),
         "telemetry_bound": ("with_spans_of_sdk", "idempotent"),
     }
+    figures_1ms = {"kafka_1ms": ("idempotent", "plain")}
     if NATIVE is not None:
-        noop["native"] = with_native_code(topic.idempotent)
-        figures["kafka_vs_raw_loop_native"] = ("native", "raw_loop")
-        figures["kafka_vs_faststream_native"] = ("native", "faststream_ack_first")
-        figures["speedups"] = ("native", "idempotent")
-    return [
-        Comparison("kafka_noop", noop, figures),
-        Comparison("kafka_1ms", one_ms, {"kafka_1ms": ("idempotent", "plain")}),
-    ]
-
-
-def with_native_code(turn: Turn) -> Turn:
-    """Use the native code during a turn."""
-
-    async def native(seconds: float) -> Measured:
-        with patch.object(speedups, "native", NATIVE):
-            return await turn(seconds)
-
-    return native
+        noop |= {f"{name}_native": with_native_code(noop[name]) for name in ("idempotent", "plain", "by_partition")}
+        one_ms |= {f"{name}_native": with_native_code(turn) for name, turn in one_ms.items()}
+        figures |= {
+            "kafka_vs_raw_loop_native": ("idempotent_native", "raw_loop"),
+            "kafka_vs_faststream_native": ("idempotent_native", "faststream_ack_first"),
+            "kafka_noop_native": ("idempotent_native", "plain_native"),
+            "kafka_default_order_native": ("by_partition_native", "idempotent_native"),
+            "speedups": ("idempotent_native", "idempotent"),
+        }
+        figures_1ms["kafka_1ms_native"] = ("idempotent_native", "plain_native")
+    return [Comparison("kafka_noop", noop, figures), Comparison("kafka_1ms", one_ms, figures_1ms)]
 
 
 @asynccontextmanager

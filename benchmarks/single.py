@@ -14,6 +14,7 @@ from typing import Final
 from benchmarks.contestants import ensure
 from benchmarks.guards import Guard, Idemkit, IdempotencyKit, Integr8sIdem, Powertools, RawRedis
 from benchmarks.measuring import CONCURRENCY, Flat, rotated
+from benchmarks.native import NATIVE, native_code, with_native_code
 from benchmarks.places import RedisEnvironment, redis_environment
 from benchmarks.rounds import (
     Comparison,
@@ -32,10 +33,15 @@ KEYS: Final = (
     "single_fresh_c64",
     "single_duplicate_c1",
     "single_duplicate_c64",
+    "single_fresh_c1_native",
+    "single_fresh_c64_native",
+    "single_duplicate_c1_native",
+    "single_duplicate_c64_native",
     "vs_idemkit_fresh_c64",
     "vs_idempotency_kit_fresh_c64",
     "latency_p99_ratio",
 )
+NATIVE_NAME: Final = "integr8s_idem_native"
 COMPLETED_KEYS: Final = 2_000
 """Number of keys completed before the turns of duplicates, which cycle through them."""
 CHECKED: Final = 50
@@ -64,23 +70,26 @@ async def _comparisons(env: RedisEnvironment) -> AsyncIterator[Comparison]:
     sequential: Mapping[str, Guard] = {"integr8s_idem": library, "raw": raw, "powertools_sync": Powertools(env)}
     concurrent: Mapping[str, Guard] = {"integr8s_idem": library, "raw": raw, **peers}
     vs_peers = {f"vs_{name}_fresh_c64": ("integr8s_idem", name) for name in peers}
-    yield Comparison("fresh_c1", _new_keys(sequential, 1), {"single_fresh_c1": ("integr8s_idem", "raw")})
-    yield Comparison(
-        "fresh_c64", _new_keys(concurrent, CONCURRENCY), {"single_fresh_c64": ("integr8s_idem", "raw"), **vs_peers}
-    )
-    yield Comparison(
-        "duplicate_c1", await _duplicates(sequential, 1), {"single_duplicate_c1": ("integr8s_idem", "raw")}
-    )
-    yield Comparison(
-        "duplicate_c64", await _duplicates(concurrent, CONCURRENCY), {"single_duplicate_c64": ("integr8s_idem", "raw")}
-    )
+    for kind, turns_of in (("fresh", _new_keys), ("duplicate", _duplicates)):
+        for concurrency, guards in ((1, sequential), (CONCURRENCY, concurrent)):
+            name = f"{kind}_c{concurrency}"
+            turns = await turns_of(guards, concurrency)
+            figures = {f"single_{name}": ("integr8s_idem", "raw")}
+            if guards is concurrent and kind == "fresh":
+                figures |= vs_peers
+            if NATIVE is not None:
+                with native_code():
+                    of_native = await turns_of({NATIVE_NAME: await _this_library(env)}, concurrency)
+                turns[NATIVE_NAME] = with_native_code(of_native[NATIVE_NAME])
+                figures[f"single_{name}_native"] = (NATIVE_NAME, "raw")
+            yield Comparison(name, turns, figures)
 
 
 async def _this_library(env: RedisEnvironment) -> Integr8sIdem:
     return Integr8sIdem(await env.manager("bench"))
 
 
-def _new_keys(guards: Mapping[str, Guard], concurrency: int) -> dict[str, Turn]:
+async def _new_keys(guards: Mapping[str, Guard], concurrency: int) -> dict[str, Turn]:
     return {name: fresh(guard, f"{name}-{concurrency}", concurrency) for name, guard in guards.items()}
 
 

@@ -43,6 +43,10 @@ _TARGETS: Final[Mapping[str, Target]] = {
     "single_fresh_c64": Target("`manager.run`, new keys, 64 at once ÷ two redis-py calls", 3.2),
     "single_duplicate_c1": Target("`manager.run`, duplicates, one at a time ÷ a losing `SET NX`", 1.0),
     "single_duplicate_c64": Target("`manager.run`, duplicates, 64 at once ÷ a losing `SET NX`", 3.2),
+    "single_fresh_c1_native": Target("as `single_fresh_c1`, with the native code", 1.0, needs=_NATIVE),
+    "single_fresh_c64_native": Target("as `single_fresh_c64`, with the native code", 3.2, needs=_NATIVE),
+    "single_duplicate_c1_native": Target("as `single_duplicate_c1`, with the native code", 1.0, needs=_NATIVE),
+    "single_duplicate_c64_native": Target("as `single_duplicate_c64`, with the native code", 3.2, needs=_NATIVE),
     "local_duplicate": Target("duplicates of keys that this process completed ÷ a losing `SET NX`, one at a time", 30),
     "batch500_fresh": Target("`reserve` and `complete` in batches of 500 ÷ redis-py's pipelines of 500", 2.4),
     "kafka_noop": Target("idempotent service ÷ the same service with the plain dispatcher, no-op handler", 0.62),
@@ -61,6 +65,11 @@ _TARGETS: Final[Mapping[str, Target]] = {
     "kafka_vs_faststream_native": Target(
         "idempotent service with the native code ÷ FastStream's subscriber, `ACK_FIRST`", 2.0, needs=_NATIVE
     ),
+    "kafka_noop_native": Target("as `kafka_noop`, both services with the native code", 0.62, needs=_NATIVE),
+    "kafka_default_order_native": Target(
+        "as `kafka_default_order`, both services with the native code", 0.75, needs=_NATIVE
+    ),
+    "kafka_1ms_native": Target("as `kafka_1ms`, both services with the native code", 0.75, needs=_NATIVE),
     "kafka_vs_faststream_ack": Target("idempotent service ÷ FastStream's subscriber, `ACK`", 10),
     "telemetry_on": Target("idempotent service with metrics and spans, 10% sampled ÷ without", 0.8),
     "processes_2": Target(
@@ -71,6 +80,7 @@ _TARGETS: Final[Mapping[str, Target]] = {
     "http_guarded": Target(
         "CPU time of a FastAPI endpoint that does nothing, without the guard ÷ with it, new keys, 32 at once", 0.6
     ),
+    "http_guarded_native": Target("as `http_guarded`, with the native code", 0.6, needs=_NATIVE),
     "sql_inbox_core": Target("business insert and record with SQLAlchemy Core ÷ Core without a guard", 0.75),
     "sql_inbox_session": Target(
         "business insert and record in a SQLAlchemy session ÷ the session without a guard", 0.75
@@ -121,7 +131,7 @@ _TOGETHER: Final = "row and record commit together: exactly once at any crash po
 _CROSSING: Final = "does not cover side effects outside this database"
 _UNGUARDED: Final = "duplicates are not detected"
 
-GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
+_GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
     "integr8s_idem": _GUARDED,
     "raw": _BY_HAND,
     "idemkit": (
@@ -142,7 +152,6 @@ GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
         f"{_GUARDED[0]}; offsets are committed after the outcome is recorded; retries, dead letters",
         _EFFECTS,
     ),
-    "native": (f"{_GUARDED[0]}; offsets are committed after the outcome is recorded; retries, dead letters", _EFFECTS),
     "by_partition": (
         "as `idempotent`, and in order within each partition: each handler starts when the outcome of "
         "the previous one is recorded",
@@ -186,5 +195,13 @@ GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
         "`SET NX` with an expiry for crashed runs; the result is replayed",
         "synchronous; no token, so a late writer overwrites; no renewal; a concurrent duplicate is an error",
     ),
+}
+
+GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
+    **_GUARANTEES,
+    **{
+        f"{name}_native": (f"as `{name}`; uses the native code", _GUARANTEES[name][1])
+        for name in ("integr8s_idem", "idempotent", "by_partition", "plain", "guarded_endpoint")
+    },
 }
 """By contestant: what it guarantees, and its limitations."""
