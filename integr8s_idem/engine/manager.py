@@ -493,7 +493,7 @@ class IdempotencyManager:
         checked_ttl = None if ttl is None else self.checked_ttl(ttl)
         block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
         wait = None if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
-        work_key, payload = self.space.key(key), given_fingerprint(fingerprint)
+        work_key, payload = self._store_client.space.key(key), given_fingerprint(fingerprint)
         if self.executor.cache is not None and (known := self.executor.known_here(work_key, payload)) is not None:
             return replayed_value(work_key.label, known, function)  # type: ignore[no-any-return]
         work = Work(work_key, payload, checked_ttl, on_failure=block)

@@ -115,7 +115,7 @@ class RedisClusterClient:
         for index, key in enumerate(keys):
             bucket = bucket_of(key)
             calls.append(Call(bucket, None, [index], [TAGS[bucket] + key], []))
-        return sum(int(answered.answer) for answered in await self._follow(calls, wait))  # type: ignore[call-overload]
+        return sum(int(answer) for _, answer in await self._follow(calls, wait))  # type: ignore[call-overload]
 
     async def primaries(self) -> list[Redis]:
         return [self._topology.client(address) for address in await self._topology.primaries()]
@@ -132,8 +132,8 @@ class RedisClusterClient:
         names = [tag + store_id_key for tag in TAGS]
         calls = [Call(bucket, MARK, [bucket], [name], [fresh]) for bucket, name in enumerate(names)]
         store_ids: list[Any] = [b""] * BUCKETS
-        for answered in await self._follow(calls, wait):
-            store_ids[answered.indexes[0]] = answered.answer
+        for indexes, answer in await self._follow(calls, wait):
+            store_ids[indexes[0]] = answer
         if self._health is None:
             self._health = Health(wait)
         return await self._health.of_cluster(
@@ -153,7 +153,7 @@ class RedisClusterClient:
                     if isinstance(answer, Exception):
                         again += self._next_calls(answer, call, address)
                     else:
-                        answered.append(Answered(call.indexes, answer))
+                        answered.append((call.indexes, answer))
                 if not again:
                     return answered
                 if turn:

@@ -79,28 +79,27 @@ class DirectExchange(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes."""
-        if self._done is None:
+        done = self._done
+        if done is None:
             self._reject_unrequested()
             return
+        reader, answers = self._reader, self._answers
         try:
-            self._parse(data, self._done)
+            reader.feed(data)
+            while len(answers) < self._number:
+                answer = reader.gets()
+                if answer is self._pending:
+                    return
+                if _PUSH is not None and isinstance(answer, _PUSH):
+                    raise LostConnectionError("the server sent a push message during a request")
+                answers.append(answer)
+            if reader.has_data():
+                self._reject_unrequested()
         except Exception as error:  # noqa: BLE001  # raised by `request`
             self._fail(error)
-
-    def _parse(self, data: bytes, done: asyncio.Future[None]) -> None:
-        reader, answers = self._reader, self._answers
-        reader.feed(data)
-        while len(answers) < self._number:
-            answer = reader.gets()
-            if answer is self._pending:
-                return
-            if _PUSH is not None and isinstance(answer, _PUSH):
-                raise LostConnectionError("the server sent a push message during a request")
-            answers.append(answer)
-        if reader.has_data():
-            self._reject_unrequested()
-        if not done.done():
-            done.set_result(None)
+        else:
+            if not done.done():
+                done.set_result(None)
 
     def eof_received(self) -> bool | None:
         """Note that the server has closed the connection."""

@@ -29,16 +29,10 @@ class ReadyConnection:
         self.since = 0.0
         """When it was last used, by `time.monotonic`."""
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether the server has closed the connection, or has sent something that nobody requested."""
-        return self.exchange is not None and not self.exchange.is_usable
-
     def attached(self) -> DirectExchange | None:
-        """Return an exchange over the connection; `None` if the driver's own methods are to be used."""
-        if self.exchange is None or not self.exchange.is_usable:
-            self.detached()
-            self.exchange = direct_exchange(self.connection, self.loop)
+        """Attach an exchange to the connection; `None` if the driver's own methods are to be used."""
+        self.detached()
+        self.exchange = direct_exchange(self.connection, self.loop)
         return self.exchange
 
     def detached(self) -> Any:
@@ -68,12 +62,16 @@ class QuickPool(BlockingConnectionPool):
         ready = self._ready[-1]
         if ready.loop is not loop or monotonic() - ready.since >= FRESH_SECONDS:
             return None
-        return None if ready.is_broken else self._ready.pop()
+        # Not usable: the server has closed the connection, or has sent something that nobody requested.
+        return None if ready.exchange is not None and not ready.exchange.is_usable else self._ready.pop()
 
     def keep_ready(self, ready: ReadyConnection) -> bool:
         """Keep a connection for the next `take_ready`; `False` if it must be released."""
         connection = ready.connection
-        if self._waiting or len(self._ready) >= KEPT or not connection.is_connected:
+        if self._waiting or len(self._ready) >= KEPT:
+            return False
+        # `take_ready` asks the exchange, if there is one.
+        if ready.exchange is None and not connection.is_connected:
             return False
         # Whether the driver wants to replace the connection; older drivers never do.
         if getattr(connection, "should_reconnect", bool)():

@@ -30,7 +30,7 @@ from integr8s_idem.stores.redis.batches import MOST_KEYS, slices
 from integr8s_idem.stores.redis.cluster import RedisClusterClient
 from integr8s_idem.stores.redis.errors import guarded
 from integr8s_idem.stores.redis.round_trips import ReplicaWait, send
-from integr8s_idem.stores.redis.servers import Argument, Lazily, OneServer, Servers
+from integr8s_idem.stores.redis.servers import AT_ONCE, Argument, Lazily, OneServer, Servers
 
 _READ_AT_ONCE: Final = 200
 _COMPLETED: Final = bytes((codec.COMPLETED,))
@@ -47,29 +47,23 @@ class RecordsInRedis:
         self._wait = wait
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
-        verdicts: list[Verdict | None] = []
-        for start in range(0, len(requests), MOST_KEYS):
-            verdicts += await self._reserve(requests[start : start + MOST_KEYS])
-        while waiting := [index for index, verdict in enumerate(verdicts) if verdict is None]:
-            batch = waiting[:MOST_KEYS]
-            for index, verdict in zip(batch, await self._reserve([requests[index] for index in batch]), strict=True):
-                verdicts[index] = verdict
-        return verdicts  # type: ignore[return-value]  # each of them is a verdict by now
-
-    async def _reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict | None]:
-        """Reserve in one round trip; `None` for a request that must be sent again."""
-        keys = [request.key for request in requests]
-        arguments = Lazily(batch_codec.encode_requests, requests)
-        with guarded("reserve", self._timeout):
-            runs = await self._servers.run(scripts.RESERVE, keys, arguments, wait=self._wait)
-        if len(runs) == 1:  # it has all keys, in order
-            return batch_codec.verdicts_of(requests, runs[0].answer)
         verdicts: list[Verdict | None] = [None] * len(requests)
-        for indexes, answer in runs:
-            found = batch_codec.verdicts_of([requests[index] for index in indexes], answer)
-            for index, verdict in zip(indexes, found, strict=True):
-                verdicts[index] = verdict
-        return verdicts
+        waiting: Sequence[int] = range(len(requests))
+        while waiting:
+            batch = waiting[:MOST_KEYS]
+            asked = requests if len(batch) == len(requests) else [requests[index] for index in batch]
+            few = len(asked) <= AT_ONCE
+            arguments = batch_codec.encode_requests(asked) if few else Lazily(batch_codec.encode_requests, asked)
+            with guarded("reserve", self._timeout):
+                keys = [request.key for request in asked]
+                runs = await self._servers.run(scripts.RESERVE, keys, arguments, wait=self._wait)
+            for positions, answer in runs:
+                part = asked if len(runs) == 1 else [asked[position] for position in positions]
+                for position, verdict in zip(positions, batch_codec.verdicts_of(part, answer), strict=True):
+                    verdicts[batch[position]] = verdict
+            # Some must be sent again.
+            waiting = [index for index in waiting if verdicts[index] is None]
+        return verdicts  # type: ignore[return-value]  # each of them is a verdict by now
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
         keys = [reservation.key for reservation in reservations]

@@ -14,7 +14,7 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from integr8s_idem.stores.redis.errors import TooFewReplicasError
 from integr8s_idem.stores.redis.pools import QuickPool, ReadyConnection
-from integr8s_idem.stores.redis.scripts import LOADS, Command, Script, command_of
+from integr8s_idem.stores.redis.scripts import LOADS, Command, Script
 
 CommandSource = Command | Callable[[], Command]
 """A command, or a function that creates one while the server executes the previous command."""
@@ -57,7 +57,7 @@ async def send(client: Redis, commands: Sequence[CommandSource], wait: ReplicaWa
         TooFewReplicasError: A command was executed, and too few replicas confirmed it.
         RedisError: No answer.
     """
-    answers = await _exchange(client.connection_pool, commands if wait is None else [*commands, wait.command])
+    answers = await exchange(client.connection_pool, commands if wait is None else [*commands, wait.command])
     if wait is not None:
         confirmed = answers.pop()
         if not all(isinstance(answer, ResponseError) for answer in answers):
@@ -65,11 +65,13 @@ async def send(client: Redis, commands: Sequence[CommandSource], wait: ReplicaWa
     return answers
 
 
-async def _exchange(pool: Any, commands: Sequence[CommandSource]) -> list[Any]:
+async def exchange(pool: Any, commands: Sequence[CommandSource]) -> list[Any]:
     """Send commands over a connection of the pool; `execute_command` and pipelines of the driver take twice as long."""
     quick = pool if isinstance(pool, QuickPool) else None
     loop = asyncio.get_running_loop()
-    ready = (quick and quick.take_ready(loop)) or ReadyConnection(await pool.get_connection(), loop)
+    ready = quick.take_ready(loop) if quick is not None else None
+    if ready is None:
+        ready = ReadyConnection(await pool.get_connection(), loop)
     try:
         try:
             return await _send_all(ready, commands)
@@ -113,7 +115,9 @@ def _packed(commands: Sequence[CommandSource]) -> bytes | None:
 
 
 def _send_all(ready: ReadyConnection, commands: Sequence[CommandSource]) -> Coroutine[Any, Any, list[Any]]:
-    exchange = ready.attached()
+    exchange = ready.exchange
+    if exchange is None or not exchange.is_usable:
+        exchange = ready.attached()
     if exchange is not None and (packed := _packed(commands)) is not None:
         return exchange.request(packed, len(commands))
     return _send_by_driver(ready.detached(), commands)
@@ -134,21 +138,6 @@ async def _answer(connection: Any) -> Any:
         return await connection.read_response()
     except ResponseError as error:
         return error
-
-
-async def run(
-    client: Redis, script: Script, keys: Sequence[str], args: Sequence[bytes | int], wait: ReplicaWait | None
-) -> Any:
-    """Run a script on one server, loading it if the server does not know it."""
-    command = command_of(script, keys, args)
-    if wait is not None:
-        return (await run_all(client, script, [command], wait))[0]
-    (answer,) = await _exchange(client.connection_pool, (command,))
-    if isinstance(answer, ResponseError):
-        if isinstance(answer, NoScriptError):
-            return (await run_all(client, script, [command], None))[0]
-        raise answer
-    return answer
 
 
 async def run_all(

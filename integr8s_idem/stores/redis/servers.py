@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, overload
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import NoScriptError, ResponseError
 
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.stores.redis.health import Health
-from integr8s_idem.stores.redis.round_trips import ReplicaWait, run, run_all, send
+from integr8s_idem.stores.redis.round_trips import ReplicaWait, exchange, run_all, send
 from integr8s_idem.stores.redis.scripts import Command, Script, command_of
 
 Argument = bytes | int
@@ -46,11 +46,8 @@ class Lazily(Sequence[T_co]):
         return self._encode((self._items[index],))[0]
 
 
-class Answered(NamedTuple):
-    """The answer of one run of a script, and the indexes of its keys in the batch."""
-
-    indexes: Sequence[int]
-    answer: list[Any]
+Answered: TypeAlias = tuple[Sequence[int], list[Any]]
+"""The indexes of keys in the batch, and the answer of the run of a script that had them."""
 
 
 class Servers(Protocol):
@@ -103,14 +100,21 @@ class OneServer:
         wait: ReplicaWait | None = None,
     ) -> list[Answered]:
         if len(keys) <= AT_ONCE:
-            return [Answered(range(len(keys)), await run(self._client, script, keys, [*head, *args], wait))]
+            indexes, command = range(len(keys)), command_of(script, keys, [*head, *args] if head else args)
+            if wait is None:
+                [answer] = await exchange(self._client.connection_pool, (command,))
+                if not isinstance(answer, ResponseError):
+                    return [(indexes, answer)]
+                if not isinstance(answer, NoScriptError):
+                    raise answer
+            return [(indexes, (await run_all(self._client, script, [command], wait))[0])]
         parts = [range(start, min(start + AT_ONCE, len(keys))) for start in range(0, len(keys), AT_ONCE)]
 
-        def command(part: range) -> Command:
+        def command_for(part: range) -> Command:
             return command_of(script, keys[part.start : part.stop], [*head, *args[part.start : part.stop]])
 
-        answers = await run_all(self._client, script, [partial(command, part) for part in parts], wait)
-        return [Answered(part, answer) for part, answer in zip(parts, answers, strict=True)]
+        answers = await run_all(self._client, script, [partial(command_for, part) for part in parts], wait)
+        return list(zip(parts, answers, strict=True))
 
     async def unlink(self, keys: Sequence[str], wait: ReplicaWait | None) -> int:
         (answer,) = await send(self._client, [("UNLINK", *keys)], wait)
