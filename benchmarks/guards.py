@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from typing import Any, Final, Protocol
 
 import redis
@@ -17,13 +18,19 @@ from idempotency_kit.infra.storage.redis.aio import RedisAsyncIdempotencyReposit
 
 from benchmarks.contestants import ensure
 from benchmarks.places import RedisEnvironment
+from integr8s_idem.engine.coalescer import Coalescer
 from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.records import Completion, Reserved, ReserveRequest
+from integr8s_idem.stores import IdempotencyRepository
 
 RECEIPT: Final = {"receipt": "receipt-1"}
 """The result of the work; all contestants store it."""
 _PROCESSING, _DONE = b"processing", b'{"receipt": "receipt-1"}'
 _LEASE_SECONDS: Final = 300
 """The default of this library."""
+_LEASE: Final = timedelta(seconds=_LEASE_SECONDS)
+_TTL: Final = timedelta(hours=24)
+_TOKEN: Final = b"0123456789abcdef"
 
 
 def _scope(_: object) -> str:
@@ -79,6 +86,24 @@ class RawRedis:
 
     async def _work(self) -> None:
         self.handled += 1
+
+
+class BareRequests:
+    """The two requests of this library and nothing else: what a guard on its store costs at least.
+
+    No key of its own, fingerprint, lease that is renewed, limit of attempts, or result.
+    """
+
+    def __init__(self, repository: IdempotencyRepository) -> None:
+        self._reserve = Coalescer(repository.reserve).answer
+        self._complete = Coalescer(repository.complete).answer
+
+    async def run(self, key: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Do `work` if the key is new."""
+        verdict = await self._reserve(ReserveRequest(key=key, token=_TOKEN, lease=_LEASE, retention=_TTL))
+        if isinstance(verdict, Reserved):
+            await work()
+            ensure(await self._complete(Completion(reservation=verdict, ttl=_TTL)), key)
 
 
 class Idemkit:

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from starlette.types import Message
 
 from benchmarks.contestants import ensure
-from benchmarks.guards import RawRedis
+from benchmarks.guards import BareRequests, RawRedis
 from benchmarks.measuring import Flat
 from benchmarks.native import NATIVE, native_code, with_native_code
 from benchmarks.places import redis_environment
@@ -21,7 +21,7 @@ from benchmarks.rounds import Comparison, Measured, Options, Progress, Turn, com
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, by_authorization
 
-KEYS: Final = ("http_guarded", "http_by_hand", "http_guarded_native")
+KEYS: Final = ("http_guarded", "http_by_hand", "http_requests", "http_guarded_native")
 CONCURRENCY: Final = 32
 ANSWER: Final = b'{"receipt":"receipt-1"}'
 BODY: Final = b'{"order_id": "order-1", "quantity": 3}'
@@ -53,7 +53,9 @@ SCOPE: Final[dict[str, Any]] = {
 class Application:
     """A FastAPI application with an endpoint that does nothing, guarded if it has a manager, or by hand."""
 
-    def __init__(self, manager: IdempotencyManager | None = None, by_hand: RawRedis | None = None) -> None:
+    def __init__(
+        self, manager: IdempotencyManager | None = None, by_hand: RawRedis | BareRequests | None = None
+    ) -> None:
         self.handled = 0
         self._app = app = FastAPI()
 
@@ -127,8 +129,15 @@ async def measure(options: Options, progress: Progress) -> Flat:
             ),
             "endpoint": bare(Application(), fresh_keys("bare")),
             "endpoint_by_hand": bare(Application(by_hand=RawRedis(env)), fresh_keys("by-hand")),
+            "endpoint_with_requests": bare(
+                Application(by_hand=BareRequests(await env.repository())), fresh_keys("requests")
+            ),
         }
-        figures = {"http_guarded": ("guarded_endpoint", "endpoint"), "http_by_hand": ("endpoint_by_hand", "endpoint")}
+        figures = {
+            "http_guarded": ("guarded_endpoint", "endpoint"),
+            "http_by_hand": ("endpoint_by_hand", "endpoint"),
+            "http_requests": ("endpoint_with_requests", "endpoint"),
+        }
         if NATIVE is not None:
             with native_code():
                 application = Application(await env.manager("bench"))

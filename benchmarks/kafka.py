@@ -20,7 +20,7 @@ from faststream import AckPolicy
 from faststream.kafka import KafkaBroker as FastStreamBroker
 
 from benchmarks.contestants import ensure
-from benchmarks.guards import RawRedis
+from benchmarks.guards import BareRequests, RawRedis
 from benchmarks.measuring import Flat
 from benchmarks.native import NATIVE, with_native_code
 from benchmarks.observers import SpansOfSdk, Telemetry
@@ -49,6 +49,7 @@ KEYS: Final = (
     "kafka_by_hand",
     "kafka_default_order",
     "kafka_1ms",
+    "kafka_1ms_requests",
     "kafka_vs_raw_loop",
     "kafka_vs_faststream",
     "kafka_vs_faststream_ack",
@@ -178,16 +179,18 @@ class Topic:
         handler = Handler(self.events, pause)
         return await self.serve(EventDispatcher(router_of(handler), scope="bench"), service, handler)
 
-    async def by_hand(self, _: float, *, redis: RawRedis) -> Measured:
+    async def by_hand(
+        self, _: float, *, guard: RawRedis | BareRequests, service: ServiceSettings = BY_HAND, pause: float = 0.0
+    ) -> Measured:
         """Run the same service without a guard, with a handler that is guarded by hand."""
-        handler, scope = Handler(self.events), new_scope()
+        handler, scope = Handler(self.events, pause), new_scope()
         router = EventRouter()
 
         @router.on(OrderPlaced)
         async def ship(event: OrderPlaced) -> None:
-            await redis.run(f"{scope}:{event.event_id}", partial(handler.handle, event))
+            await guard.run(f"{scope}:{event.event_id}", partial(handler.handle, event))
 
-        return await self.serve(EventDispatcher(router, scope="bench"), BY_HAND, handler)
+        return await self.serve(EventDispatcher(router, scope="bench"), service, handler)
 
     async def serve(
         self,
@@ -369,7 +372,7 @@ def _comparisons(topic: Topic, redis: RawRedis, telemetry: Telemetry, sdk: Spans
         "idempotent": topic.idempotent,
         "by_partition": partial(topic.idempotent, service=BY_PARTITION),
         "plain": topic.plain,
-        "plain_by_hand": partial(topic.by_hand, redis=redis),
+        "plain_by_hand": partial(topic.by_hand, guard=redis),
         "raw_loop": topic.raw_loop,
         "faststream_ack_first": partial(topic.faststream, policy=AckPolicy.ACK_FIRST),
         "faststream_ack": partial(topic.faststream, policy=AckPolicy.ACK, one_in=ACK_ONE_IN),
@@ -380,6 +383,7 @@ def _comparisons(topic: Topic, redis: RawRedis, telemetry: Telemetry, sdk: Spans
         "idempotent": partial(topic.idempotent, service=ONE_MS, pause=0.001),
         "plain": partial(topic.plain, service=ONE_MS, pause=0.001),
     }
+    requests = partial(topic.by_hand, guard=BareRequests(topic.repository), service=ONE_MS, pause=0.001)
     figures = {
         "kafka_noop": ("idempotent", "plain"),
         "kafka_by_hand": ("plain_by_hand", "plain"),
@@ -390,7 +394,7 @@ def _comparisons(topic: Topic, redis: RawRedis, telemetry: Telemetry, sdk: Spans
         "telemetry_on": ("with_telemetry", "idempotent"),
         "telemetry_bound": ("with_spans_of_sdk", "idempotent"),
     }
-    figures_1ms = {"kafka_1ms": ("idempotent", "plain")}
+    figures_1ms = {"kafka_1ms": ("idempotent", "plain"), "kafka_1ms_requests": ("plain_with_requests", "plain")}
     if NATIVE is not None:
         noop |= {f"{name}_native": with_native_code(noop[name]) for name in ("idempotent", "plain", "by_partition")}
         one_ms |= {f"{name}_native": with_native_code(turn) for name, turn in one_ms.items()}
@@ -402,6 +406,7 @@ def _comparisons(topic: Topic, redis: RawRedis, telemetry: Telemetry, sdk: Spans
             "speedups": ("idempotent_native", "idempotent"),
         }
         figures_1ms["kafka_1ms_native"] = ("idempotent_native", "plain_native")
+    one_ms["plain_with_requests"] = requests
     return [Comparison("kafka_noop", noop, figures), Comparison("kafka_1ms", one_ms, figures_1ms)]
 
 

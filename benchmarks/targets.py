@@ -97,6 +97,14 @@ RATIOS: Final[Mapping[str, str]] = {
     "http_by_hand": (
         "CPU time of a FastAPI endpoint that does nothing, without the guard ÷ with two redis-py calls, 32 at once"
     ),
+    "kafka_1ms_requests": (
+        "plain service whose handler awaits 1 ms and makes the two requests of this library, without a guard ÷ plain "
+        "service, handler that awaits 1 ms"
+    ),
+    "http_requests": (
+        "CPU time of a FastAPI endpoint that does nothing, without the guard ÷ with the two requests of this library "
+        "alone, 32 at once"
+    ),
     "telemetry_bound": "idempotent service, with spans of a tenth of its events by the SDK alone ÷ without telemetry",
     "speedups": "idempotent service with the native code ÷ the same service without it",
     "faststream_guarded": "FastStream's subscriber with the guard ÷ the same without it, both `NACK_ON_ERROR`",
@@ -123,6 +131,7 @@ _BY_HAND: Final = (
     "a crash blocks the key until it expires; a late writer overwrites; results are not replayed, and failures "
     "are not recorded",
 )
+_NO_GUARD: Final = "two coalesced requests, and nothing else of a guard"
 _KEY_TOGETHER: Final = (
     "row and key commit together; the first caller wins",
     "no lease, no attempts, no check of the payload, no expiry; results are not replayed",
@@ -166,6 +175,8 @@ _GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "plain": ("offsets are committed after the handler has finished; retries, dead letters", _UNGUARDED),
     "plain_by_hand": (f"as `plain`; {_BY_HAND[0]}", _BY_HAND[1]),
+    "plain_with_requests": ("as `plain`; the first caller wins", _NO_GUARD),
+    "endpoint_with_requests": ("the first caller wins", _NO_GUARD),
     "raw_loop": (
         "in order; offsets are committed after each poll",
         _UNGUARDED + "; a failing handler ends the loop",

@@ -305,7 +305,7 @@ async def test_progress_on_the_terminal_does_not_mix_with_piped_output(
 async def test_an_interrupted_replay_reports_its_progress_and_the_next_replay_completes_it(
     own_kafka: KafkaBroker, topic_prefix: str, redis_url: str, tmp_path: Path
 ) -> None:
-    count = 1_500
+    count = 600
     patient, hasty = (
         dlq_for(own_kafka, topic_prefix, redis_url, temporary, more)
         for temporary, more in ((tmp_path, ""), (tmp_path / "hasty", "request_timeout_seconds = 2"))
