@@ -12,7 +12,7 @@ LIMITS: Final[Mapping[str, str]] = {
         "that is renewed, they reach 1.6; by CPU, a run takes twice as much as that"
     ),
     "single_fresh_c64": (
-        "limited by the CPU of this process, where a call costs 104 calls of Python functions and 255 allocations: "
+        "limited by the CPU of this process, where a call costs 100 calls of Python functions and 250 allocations: "
         "lease, fence, token, result, and the futures with which it shares round trips"
     ),
     "single_duplicate_c1": (
@@ -22,6 +22,15 @@ LIMITS: Final[Mapping[str, str]] = {
     "single_duplicate_c64": (
         "limited by the CPU of this process: a call costs 64 calls of Python functions and 173 allocations. The local "
         "memory (`local_duplicate`) saves most of it"
+    ),
+    "single_fresh_c1_native": (
+        "as for `single_fresh_c1`: by CPU, a run takes less than two plain calls, but its two scripts keep a single "
+        "caller waiting for Redis longer than two plain commands do"
+    ),
+    "single_fresh_c64_native": "as for `single_fresh_c64`",
+    "single_duplicate_c1_native": (
+        "as for `single_duplicate_c1`: by CPU, a duplicate takes less than a plain call, but its script keeps a single "
+        "caller waiting for Redis longer than a plain command does"
     ),
     "local_duplicate": (
         "limited by the CPU of this process: looking the key up and replaying its result takes some 3.5 µs. Runs on "
@@ -40,20 +49,27 @@ LIMITS: Final[Mapping[str, str]] = {
         "file; by CPU of this process, the figure exceeds its target"
     ),
     "kafka_noop": (
-        "both are limited by the CPU of this process. Key and fingerprint, request, lease, attempt and two responses "
-        "are as much work as everything that the plain service does for an event with a no-op handler. A handler that "
-        "is guarded by hand, with two calls of redis-py, is `kafka_by_hand`"
+        "both are limited by the CPU of this process. Keys, requests and responses alone (`cost.key_us`, "
+        "`cost.reserve_us` and `cost.settle_us`), without lease, attempt and handling, take so much that at most 0.59 "
+        "can be reached without native code: `kafka_noop_native` has it. A handler that is guarded by hand, with two "
+        "calls of redis-py, is `kafka_by_hand`"
     ),
     "kafka_default_order": (
         "each outcome is recorded before the next handler of its partition starts, so a request to record outcomes "
-        "contains at most 8 of them. Such a request takes seven to nine times as much CPU time per outcome as one of "
+        "contains at most 8 of them. Such a request takes six to nine times as much CPU time per outcome as one of "
         "250, which is what a request without an order contains: that alone is a fifth of the time of an event without "
         "an order"
     ),
+    "kafka_default_order_native": (
+        "as for `kafka_default_order`: requests for 8 outcomes take as long with native code, while the service "
+        "without an order takes two thirds of the time"
+    ),
     "kafka_1ms": (
         "both are limited by the CPU of this process, not by the millisecond: 64 handlers of 1 ms could take an "
-        "event every 16 µs, which the plain service does not reach either"
+        "event every 16 µs, which the plain service does not reach either. A handler that makes the two requests, "
+        "without anything else of a guard, is `kafka_1ms_requests`: the target is out of reach"
     ),
+    "kafka_1ms_native": "as for `kafka_1ms`, whose bound `kafka_1ms_requests` holds for Python code",
     "kafka_vs_raw_loop": (
         "the loop is little more than C code of aiokafka and pydantic. Settling events out of order, in concurrent "
         "slots, with retries, takes several times as long in Python, guarded or not: the plain service reaches a "
@@ -73,19 +89,23 @@ LIMITS: Final[Mapping[str, str]] = {
     ),
     "growth_2m": "a larger table misses the processor's caches more often",
     "http_guarded": (
-        "limited by the CPU of this process; an endpoint that is guarded by hand, with two calls of redis-py, is "
-        "`http_by_hand`. FastAPI calls some 155 functions for a request that does nothing, and the "
+        "limited by the CPU of this process. An endpoint that makes the two requests, without anything else of a "
+        "guard, is `http_requests`: the target is out of reach. One that is guarded by hand, with two calls of "
+        "redis-py, is `http_by_hand`. FastAPI calls some 155 functions for a request that does nothing, and the "
         "guard another 160. More than half of its time is the engine's (two requests, two verdicts, lease, attempt); "
         "the rest is the request itself: its headers, key and fingerprint, and the captured and stored response. "
         "`manager.run` around the same application, without anything of HTTP, reaches 0.40: together they take "
         "20 µs more than the sum of both alone"
     ),
+    "http_guarded_native": "as for `http_guarded`: native code has no part in headers, fingerprints and responses",
     "sql_inbox_core": (
         "two bare statements on the same connection, without any guard, reach 0.8 to 0.9: each is a round trip. The "
         "rest is CPU time of this process: 200 function calls for key, request, verdict, savepoint and result, where "
         "the transaction without a guard takes 350"
     ),
     "sql_inbox_session": "as for `sql_inbox_core`, with another 20 calls to get the connection from the session",
+    "vs_idemkit_fresh_c64": "as for `single_fresh_c64`: limited by the CPU of this process, on both sides",
+    "vs_idempotency_kit_fresh_c64": "as for `single_fresh_c64`: limited by the CPU of this process, on both sides",
     "latency_p99_ratio": (
         "as for `single_fresh_c1`, this process and Redis use more CPU time, in which they can be preempted by other "
         "processes of the machine"

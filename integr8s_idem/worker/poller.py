@@ -27,14 +27,12 @@ from integr8s_idem.worker.static_membership import StaticMembership, is_fenced
 
 logger = logging.getLogger(__name__)
 
-FULL_SECONDS: Final = 0.02
-"""Maximum pause before a poll at the limit, if some partitions may have less than is kept for them."""
-
 FEW: Final = 20
 """Messages that are not worth a poll while there is enough to do: polling takes as long as handling one or two."""
 
-PAUSE_SECONDS: Final = 0.005
-"""Pause after a poll that returned few messages while more than half of a limit is in flight."""
+PAUSE_SECONDS: Final = 0.02
+"""Maximum pause while there is enough to do: before a poll at the limit, if some partitions may have less than is kept
+for them, and after a poll that returned few messages while more than half of a limit is in flight."""
 
 SAME_FAILURES: Final = 3
 """Consecutive failures of polls after which the poller searches for a damaged partition."""
@@ -91,7 +89,7 @@ class Poller:
         self._observer = observer
         self._put = put
         self._on_first_poll = on_first_poll
-        self._full_seconds = FULL_SECONDS if is_ordered else POLL_SECONDS
+        self._full_seconds = PAUSE_SECONDS if is_ordered else POLL_SECONDS
         self._fetch_order = FetchOrder(consumer, partitions, backpressure, take=self._take, is_ordered=is_ordered)
         self._fetch = self._fetch_order.fetch
         self._hold = hold

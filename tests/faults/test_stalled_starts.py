@@ -33,10 +33,8 @@ SLOW_AND_HEALTHY = (
     ("worker", "redis"),
     ("worker", "postgresql"),
     ("worker", "sqlite"),
-    ("batch-handler", "redis"),
     ("dishka", "sqlite"),
     ("faststream", "postgresql"),
-    ("run", "sqlite"),
 )
 """Some of the combinations; the campaign covers all of them."""
 

@@ -338,7 +338,7 @@ CAMPAIGN = Campaign(
     says="a process is stopped (SIGSTOP), or its event loop is blocked by a handler, while reserved events wait for "
     "their handlers; by every entry point, on a real Redis, PostgreSQL, SQLite or MariaDB",
     scenarios=(33, 34, 37, 121),
-    in_test=20,
+    in_test=12,
     target=1_000,
     batch=len(ENTRIES) * len(STALL_KINDS),
     run=run,
