@@ -89,7 +89,7 @@ class RawRedis:
 
 
 class BareRequests:
-    """The two requests of this library and nothing else: what a guard on its store costs at least.
+    """The two requests of this library and nothing else of its guard.
 
     No key of its own, fingerprint, lease that is renewed, limit of attempts, or result.
     """

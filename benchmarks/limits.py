@@ -50,9 +50,9 @@ LIMITS: Final[Mapping[str, str]] = {
     ),
     "kafka_noop": (
         "both are limited by the CPU of this process. Keys, requests and responses alone (`cost.key_us`, "
-        "`cost.reserve_us` and `cost.settle_us`), without lease, attempt and handling, take so much that at most 0.59 "
-        "can be reached without native code: `kafka_noop_native` has it. A handler that is guarded by hand, with two "
-        "calls of redis-py, is `kafka_by_hand`"
+        "`cost.reserve_us` and `cost.settle_us`), without lease, attempt and handling, take so much CPU time that at "
+        "most 0.59 can be reached with Python code. For the figure with native code, see `kafka_noop_native`; with a "
+        "handler that is guarded by hand, with two calls of redis-py, `kafka_by_hand`"
     ),
     "kafka_default_order": (
         "each outcome is recorded before the next handler of its partition starts, so a request to record outcomes "
@@ -66,10 +66,11 @@ LIMITS: Final[Mapping[str, str]] = {
     ),
     "kafka_1ms": (
         "both are limited by the CPU of this process, not by the millisecond: 64 handlers of 1 ms could take an "
-        "event every 16 µs, which the plain service does not reach either. A handler that makes the two requests, "
-        "without anything else of a guard, is `kafka_1ms_requests`: the target is out of reach"
+        "event every 16 µs, which the plain service does not reach either. A handler that makes the two requests "
+        "itself, without anything else of a guard, is `kafka_1ms_requests`: no faster, since the worker makes them for "
+        "several events together"
     ),
-    "kafka_1ms_native": "as for `kafka_1ms`, whose bound `kafka_1ms_requests` holds for Python code",
+    "kafka_1ms_native": "as for `kafka_1ms`",
     "kafka_vs_raw_loop": (
         "the loop is little more than C code of aiokafka and pydantic. Settling events out of order, in concurrent "
         "slots, with retries, takes several times as long in Python, guarded or not: the plain service reaches a "
@@ -90,7 +91,7 @@ LIMITS: Final[Mapping[str, str]] = {
     "growth_2m": "a larger table misses the processor's caches more often",
     "http_guarded": (
         "limited by the CPU of this process. An endpoint that makes the two requests, without anything else of a "
-        "guard, is `http_requests`: the target is out of reach. One that is guarded by hand, with two calls of "
+        "guard, is `http_requests`: its median misses the target, too. One that is guarded by hand, with two calls of "
         "redis-py, is `http_by_hand`. FastAPI calls some 155 functions for a request that does nothing, and the "
         "guard another 160. More than half of its time is the engine's (two requests, two verdicts, lease, attempt); "
         "the rest is the request itself: its headers, key and fingerprint, and the captured and stored response. "

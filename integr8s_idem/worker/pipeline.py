@@ -123,15 +123,13 @@ class Pipeline:
     def abandon_all(self) -> None:
         """Abandon all deliveries that are ready or waiting, after all assignments were closed."""
         self._conclusions.abandon_waiting()
-        self._ahead.release_closed()
         self._runners.release(only_closed=False)
-        while self._ready:
-            self._drop(self._ready.popleft())
+        self.release_closed()
 
     def release_closed(self) -> None:
         """Release deliveries of closed assignments that have not started."""
         self._runners.release(only_closed=True)
-        # Before their predecessors end, which would start them.
+        # Their predecessors may never end.
         for delivery in self._lanes.withdraw_closed():
             self._ahead.drop(delivery)
             self._left(delivery)

@@ -17,7 +17,6 @@ from integr8s_idem.events import BaseEvent, Message, encode_event, event_headers
 from integr8s_idem.telemetry import Observer, Signal, Span, conventions
 from integr8s_idem.telemetry.setup import publisher_observer
 from integr8s_idem.worker.client_options import bounded, connection_options
-from integr8s_idem.worker.client_stop import bounded_stop
 
 logger = logging.getLogger(__name__)
 
@@ -264,6 +263,6 @@ def _retrieve_exception(future: asyncio.Future[Any]) -> None:
 
 async def _stop(producer: Any, seconds: float) -> None:
     try:
-        await bounded_stop(producer, seconds)
+        await bounded(producer.stop(), seconds)
     except (KafkaError, OSError, TimeoutError) as error:
         logger.warning("producer did not stop cleanly: %s", error)

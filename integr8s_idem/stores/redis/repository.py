@@ -52,8 +52,9 @@ class RecordsInRedis:
         while waiting:
             batch = waiting[:MOST_KEYS]
             asked = requests if len(batch) == len(requests) else [requests[index] for index in batch]
-            few = len(asked) <= AT_ONCE
-            arguments = batch_codec.encode_requests(asked) if few else Lazily(batch_codec.encode_requests, asked)
+            # Those of several runs of the script are encoded while the server executes the previous run.
+            is_one_run = len(asked) <= AT_ONCE
+            arguments = batch_codec.encode_requests(asked) if is_one_run else Lazily(batch_codec.encode_requests, asked)
             with guarded("reserve", self._timeout):
                 keys = [request.key for request in asked]
                 runs = await self._servers.run(scripts.RESERVE, keys, arguments, wait=self._wait)

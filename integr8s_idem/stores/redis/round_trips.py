@@ -115,11 +115,11 @@ def _packed(commands: Sequence[CommandSource]) -> bytes | None:
 
 
 def _send_all(ready: ReadyConnection, commands: Sequence[CommandSource]) -> Coroutine[Any, Any, list[Any]]:
-    exchange = ready.exchange
-    if exchange is None or not exchange.is_usable:
-        exchange = ready.attached()
-    if exchange is not None and (packed := _packed(commands)) is not None:
-        return exchange.request(packed, len(commands))
+    direct = ready.exchange
+    if direct is None or not direct.is_usable:
+        direct = ready.attached()
+    if direct is not None and (packed := _packed(commands)) is not None:
+        return direct.request(packed, len(commands))
     return _send_by_driver(ready.detached(), commands)
 
 

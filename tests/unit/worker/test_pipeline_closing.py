@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support.guarded import Guarded, guarded
 from tests.support.pipelines import (
     TOPIC,
     Depot,
+    ParcelSent,
     all_committed,
     completed_parcels,
     dispatcher_of,
@@ -105,6 +107,29 @@ async def test_deliveries_that_wait_for_a_hung_handler_are_dropped_by_a_revocati
         await finish(worker, here, depot)
 
     assert len(depot.done) == 10
+
+
+@EVERY_ORDERING
+@virtual_time
+async def test_a_cancelled_worker_drops_what_waits_for_a_handler_that_ignores_its_cancellation(ordering: str) -> None:
+    started, end = list[int](), asyncio.Event()
+
+    async def ignore(event: ParcelSent) -> None:
+        started.append(event.number)
+        while not end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await end.wait()
+
+    options = {"ordering": ordering, "concurrency": 1, "drain_timeout_seconds": 1}
+    async with running(dispatcher_of(ignore, guarded()), sent(10), None, **options) as worker:
+        await worker.until(lambda: started == [0] and worker.worker.report().in_flight == 10)
+        # Before the worker stops its client: the fake also revokes partitions then, as later versions may.
+        worker.worker._partitions.close_all()
+        worker.worker._pipeline.abandon_all()
+        left = worker.worker.report().in_flight
+        end.set()
+        await asyncio.sleep(1)
+        assert (left, unfinished(worker.worker), started) == (1, {}, [0])
 
 
 @EVERY_ORDERING
