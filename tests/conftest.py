@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from redis.asyncio import Redis
 
@@ -33,6 +34,9 @@ def pytest_configure() -> None:
     # send SIGINT to their children.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A loaded machine must not fail a test: no example has a deadline.
+    hypothesis.settings.register_profile("untimed", deadline=None)
+    hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -248,7 +248,7 @@ async def test_a_takeover_never_lowers_a_fence_that_is_ahead_of_the_clock(
     assert (await take(store, request_for("k"))).fence == ahead + 1
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     raw=st.binary(max_size=90)
     | st.builds(

@@ -43,7 +43,6 @@ BOUNDED = settings(
     max_examples=40,
     derandomize=True,
     database=None,
-    deadline=None,  # the machine may be busy
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=list(HealthCheck),
 )

@@ -200,7 +200,7 @@ def test_deadlines_and_pace_do_not_keep_an_event_loop_alive(
     assert [loop() for loop in loops] == [None] * 3
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**32))
 def test_any_history_ends_as_with_asyncio_timeout_at(seed: int) -> None:
     """Run the same history with both: the same outcomes at the same times."""

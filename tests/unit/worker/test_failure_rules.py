@@ -497,7 +497,7 @@ def some_errors() -> st.SearchStrategy[list[list[Exception]]]:
     return st.lists(st.lists(each, max_size=4), min_size=1, max_size=4)
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=60)
 @given(
     own=some_rules(),
     router=some_rules(),

@@ -215,7 +215,7 @@ class Interleaving:
             await worker.consumer.give([TOPIC])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(seed=st.integers(0, 2**32))
 def test_in_any_interleaving_each_event_is_handled_once_and_committed_after_its_record(seed: int) -> None:
     run_virtual(Interleaving(seed).run())

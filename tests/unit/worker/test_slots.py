@@ -83,7 +83,7 @@ async def test_a_waiter_cancelled_when_it_gets_a_slot_passes_it_on() -> None:
     assert second.done()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), number=st.integers(1, 5))
 def test_random_cancellations_neither_lose_slots_nor_exceed_the_limit(seed: int, number: int) -> None:
     chance = random.Random(seed)

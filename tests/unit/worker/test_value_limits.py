@@ -306,7 +306,7 @@ async def test_each_handler_has_limits_of_its_own() -> None:
     at_most=st.integers(1, 3),
     seconds=st.sampled_from([0.0, 0.3]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_nothing_is_lost_or_left_by_errors_and_rebalances(
     ordering: str,
     customers: list[str | None],
