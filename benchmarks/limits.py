@@ -50,8 +50,8 @@ LIMITS: Final[Mapping[str, str]] = {
     ),
     "kafka_noop": (
         "both are limited by the CPU of this process. Keys, requests and responses alone (`cost.key_us`, "
-        "`cost.reserve_us` and `cost.settle_us`), without lease, attempt and handling, take so much CPU time that at "
-        "most 0.59 can be reached with Python code. For the figure with native code, see `kafka_noop_native`; with a "
+        "`cost.reserve_us` and `cost.settle_us`), without lease, attempt and handling, take so much CPU time that 0.6 "
+        "is the most that Python code can reach. For the figure with native code, see `kafka_noop_native`; with a "
         "handler that is guarded by hand, with two calls of redis-py, `kafka_by_hand`"
     ),
     "kafka_default_order": (
