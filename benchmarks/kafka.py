@@ -382,8 +382,10 @@ def _comparisons(topic: Topic, redis: RawRedis, telemetry: Telemetry, sdk: Spans
     one_ms: dict[str, Turn] = {
         "idempotent": partial(topic.idempotent, service=ONE_MS, pause=0.001),
         "plain": partial(topic.plain, service=ONE_MS, pause=0.001),
+        "plain_with_requests": partial(
+            topic.by_hand, guard=BareRequests(topic.repository), service=ONE_MS, pause=0.001
+        ),
     }
-    requests = partial(topic.by_hand, guard=BareRequests(topic.repository), service=ONE_MS, pause=0.001)
     figures = {
         "kafka_noop": ("idempotent", "plain"),
         "kafka_by_hand": ("plain_by_hand", "plain"),
@@ -397,7 +399,7 @@ def _comparisons(topic: Topic, redis: RawRedis, telemetry: Telemetry, sdk: Spans
     figures_1ms = {"kafka_1ms": ("idempotent", "plain"), "kafka_1ms_requests": ("plain_with_requests", "plain")}
     if NATIVE is not None:
         noop |= {f"{name}_native": with_native_code(noop[name]) for name in ("idempotent", "plain", "by_partition")}
-        one_ms |= {f"{name}_native": with_native_code(turn) for name, turn in one_ms.items()}
+        one_ms |= {f"{name}_native": with_native_code(one_ms[name]) for name in ("idempotent", "plain")}
         figures |= {
             "kafka_vs_raw_loop_native": ("idempotent_native", "raw_loop"),
             "kafka_vs_faststream_native": ("idempotent_native", "faststream_ack_first"),
@@ -406,7 +408,6 @@ def _comparisons(topic: Topic, redis: RawRedis, telemetry: Telemetry, sdk: Spans
             "speedups": ("idempotent_native", "idempotent"),
         }
         figures_1ms["kafka_1ms_native"] = ("idempotent_native", "plain_native")
-    one_ms["plain_with_requests"] = requests
     return [Comparison("kafka_noop", noop, figures), Comparison("kafka_1ms", one_ms, figures_1ms)]
 
 

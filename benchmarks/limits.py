@@ -12,7 +12,7 @@ LIMITS: Final[Mapping[str, str]] = {
         "that is renewed, they reach 1.6; by CPU, a run takes twice as much as that"
     ),
     "single_fresh_c64": (
-        "limited by the CPU of this process, where a call costs 100 calls of Python functions and 250 allocations: "
+        "limited by the CPU of this process, where a call costs 102 calls of Python functions: "
         "lease, fence, token, result, and the futures with which it shares round trips"
     ),
     "single_duplicate_c1": (
@@ -20,7 +20,7 @@ LIMITS: Final[Mapping[str, str]] = {
         "reaches 0.8 of a losing `SET NX`. The rest is CPU time of this process, which reads and replays the result"
     ),
     "single_duplicate_c64": (
-        "limited by the CPU of this process: a call costs 64 calls of Python functions and 173 allocations. The local "
+        "limited by the CPU of this process: a call costs 63 calls of Python functions. The local "
         "memory (`local_duplicate`) saves most of it"
     ),
     "single_fresh_c1_native": (

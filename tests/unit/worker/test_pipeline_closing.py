@@ -123,7 +123,7 @@ async def test_a_cancelled_worker_drops_what_waits_for_a_handler_that_ignores_it
     options = {"ordering": ordering, "concurrency": 1, "drain_timeout_seconds": 1}
     async with running(dispatcher_of(ignore, guarded()), sent(10), None, **options) as worker:
         await worker.until(lambda: started == [0] and worker.worker.report().in_flight == 10)
-        # Before the worker stops its client: the fake also revokes partitions then, as later versions may.
+        # Not by cancelling the worker: the fake client also revokes partitions when it stops, which aiokafka does not.
         worker.worker._partitions.close_all()
         worker.worker._pipeline.abandon_all()
         left = worker.worker.report().in_flight
