@@ -78,6 +78,66 @@ async def test_large_batches_are_sent_in_parts(store: RedisIdempotencyRepository
     assert all(isinstance(verdict, Completed) for verdict in duplicates)
 
 
+async def test_every_neighbor_in_a_batch_gets_its_own_verdict(
+    store: RedisIdempotencyRepository, redis_client: Redis
+) -> None:
+    """After a new key, the script expects another one: any other key must be treated as if it came first."""
+    kinds = ("new", "alone", "completed", "running", "released", "other type")
+    order = [kind for first in kinds for second in kinds for kind in (first, second)]
+    keys = [f"k:{number}:{kind}" for number, kind in enumerate(order)]
+    by_kind = {kind: [key for key in keys if key.endswith(kind)] for kind in kinds}
+    for kind in ("completed", "running", "released"):
+        earlier = [await take(store, request_for(key)) for key in by_kind[kind]]
+        if kind == "completed":
+            assert all(await store.complete([Completion(reservation=each, ttl=TTL) for each in earlier]))
+        elif kind == "released":
+            assert all(await store.release(earlier))
+    for key in by_kind["other type"]:
+        await redis_client.rpush(key, "x")
+
+    requests = [replace(request_for(key), alone=key.endswith("alone")) for key in keys]
+    verdicts = await store.reserve(requests)
+
+    expected = {"new": 1, "alone": 1, "released": 2}
+    for key, kind, verdict in zip(keys, order, verdicts, strict=True):
+        if kind in expected:
+            assert isinstance(verdict, Reserved), key
+            assert verdict.attempt == expected[kind], key
+        else:
+            types = {"completed": Completed, "running": InProgress, "other type": Corrupt}
+            assert isinstance(verdict, types[kind]), key
+    reserved = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+    assert await store.renew(reserved, LEASE) == [True] * len(reserved)
+    records = await store.get(by_kind["alone"])
+    assert all(record is not None and record.alone for record in records)
+
+
+async def test_a_key_that_occurs_twice_in_a_batch_is_reserved_once(store: RedisIdempotencyRepository) -> None:
+    first, second = await store.reserve([request_for("k"), request_for("k")])
+
+    assert isinstance(first, Reserved)
+    assert isinstance(second, InProgress)
+
+
+async def test_a_batch_of_large_results_is_completed(store: RedisIdempotencyRepository) -> None:
+    """More than a run of the script and more than a call of 4 MiB."""
+    keys = [f"k:{number}" for number in range(2 * AT_ONCE + 1)]
+    bodies = [b'"%05d%b"' % (number, b"x" * 20_000) for number in range(len(keys))]
+    reserved = await store.reserve([request_for(key) for key in keys])
+
+    written = await store.complete(
+        [
+            Completion(reservation=each, ttl=TTL, result=StoredResult(body))
+            for each, body in zip(reserved, bodies, strict=True)
+            if isinstance(each, Reserved)
+        ]
+    )
+
+    assert written == [True] * len(keys)
+    records = await store.get(keys)
+    assert [record.result.body for record in records if record is not None and record.result is not None] == bodies
+
+
 @pytest.mark.scenario(51)
 async def test_scripts_flushed_on_the_server_are_loaded_again(
     store: RedisIdempotencyRepository, redis_client: Redis

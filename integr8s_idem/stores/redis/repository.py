@@ -73,8 +73,12 @@ class RecordsInRedis:
 
     async def complete(self, completions: Sequence[Completion]) -> list[bool]:
         keys = [completion.reservation.key for completion in completions]
-        arguments = batch_codec.encode_completions(completions)
-        return await self._write("complete", scripts.SETTLE, keys, arguments, [_COMPLETED])
+        if len(keys) <= AT_ONCE:
+            arguments = batch_codec.encode_completions(completions)
+            return await self._write("complete", scripts.SETTLE, keys, arguments, [_COMPLETED])
+        later = Lazily(batch_codec.encode_completions, completions)
+        sizes = [0 if completion.result is None else len(completion.result.body) for completion in completions]
+        return await self._write("complete", scripts.SETTLE, keys, later, [_COMPLETED], sizes=sizes)
 
     async def fail(self, failures: Sequence[Failure]) -> list[bool]:
         keys = [failure.reservation.key for failure in failures]
@@ -102,11 +106,16 @@ class RecordsInRedis:
         keys: Sequence[str],
         arguments: Sequence[bytes],
         head: Sequence[Argument] = (),
+        *,
+        sizes: Sequence[int] | None = None,
     ) -> list[bool]:
+        """Run a script on keys; `sizes` are about the bytes of arguments that are encoded when they are sent."""
         written = [False] * len(keys)
-        for part in slices(list(map(len, arguments))):
+        for part in slices(list(map(len, arguments)) if sizes is None else sizes):
+            is_all = part.stop - part.start == len(keys)
+            some_keys, some_arguments = (keys, arguments) if is_all else (keys[part], arguments[part])
             with guarded(operation, self._timeout):
-                runs = await self._servers.run(script, keys[part], arguments[part], head, self._wait)
+                runs = await self._servers.run(script, some_keys, some_arguments, head, self._wait)
             for indexes, answers in runs:
                 for index, answer in zip(indexes, answers, strict=True):
                     written[part.start + index] = bool(answer)

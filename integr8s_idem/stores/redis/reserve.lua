@@ -26,12 +26,16 @@ local function checked(header)
 end
 
 -- Most keys are absent or settled.  Defining the functions below takes longer than handling such a key, so this loop
--- handles them, up to the first other key.
+-- handles them, up to the first other key.  Neighbors are mostly alike: after an absent key, the next one is written
+-- unless it exists, without reading it first.
 local first_other
 local times_and_flags, header, life
+local is_written = false
 for i = 1, #KEYS do
   local key, request = KEYS[i], ARGV[i]
-  local record, flags = pcall('GET', key), byte(request, 13)
+  local flags = byte(request, 13)
+  local record = not is_written and pcall('GET', key)
+  is_written = false
   if not record and flags < 128 then
     local own = sub(request, 1, 13)
     if own ~= times_and_flags then
@@ -41,7 +45,12 @@ for i = 1, #KEYS do
       life = string.format('%.0f', life)
       header = checked(pack('>BBBHI7I6', 2, 1, flags, 1, now_us, now + lease))
     end
-    call('SET', key, header .. sub(request, 14), 'PX', life)
+    is_written = call('SET', key, header .. sub(request, 14), 'PX', life, 'NX')
+    if not is_written then
+      record = pcall('GET', key)
+    end
+  end
+  if is_written then
     answers[i + 1] = 0
   elseif type(record) == 'string' and byte(record) == 3 and answered < MAX_ANSWER_BYTES then
     answered = answered + #record
