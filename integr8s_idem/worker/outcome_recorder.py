@@ -19,6 +19,13 @@ from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 MOST_TURNS: Final = 5
 """Iterations of the event loop for which outcomes wait for others, while more handlers are about to run."""
 
+LONGEST_WAIT: Final = 0.003
+"""Seconds for which outcomes wait for others, while nearly all slots are in use.  Handlers that wait for something end one
+by one, and each would cause a request.  Neither slots nor other deliveries wait for the outcomes."""
+
+ENOUGH: Final = 64
+"""Outcomes that do not wait for others."""
+
 
 class OutcomeRecorder:
     """Records outcomes in batches: those that arrive during one request are sent with the next."""
@@ -29,20 +36,25 @@ class OutcomeRecorder:
         tasks: PipelineTasks,
         conclusions: Conclusions,
         more_to_come: Callable[[], bool],
+        is_crowded: Callable[[], bool],
         meanwhile: Callable[[Iterable[WorkItem]], None] | None,
     ) -> None:
         """
         Args:
             more_to_come: Whether handlers are about to run that may return at once.
+            is_crowded: Whether deliveries wait for slots, so that more handlers will end soon.
             meanwhile: Called with the items of each request, to schedule work for the time until the store answers.
         """
         self._meanwhile = meanwhile
         self._more_to_come = more_to_come
+        self._is_crowded = is_crowded
         self._processor = processor
         self._tasks = tasks
         self._conclusions = conclusions
         self._returned: list[tuple[WorkItem, Returned[Any]]] = []
         self._is_recording = False
+        self._enough: asyncio.Future[None] | None = None
+        """Resolved when the outcomes have waited for others; made only if they do."""
         self._context = copy_context()
 
     def record(self, item: WorkItem, returned: Returned[Any]) -> None:
@@ -51,6 +63,8 @@ class OutcomeRecorder:
             self._conclusions.conclude(item, returned.run.unrecorded(returned))
             return
         self._returned.append((item, returned))
+        if self._enough is not None and len(self._returned) >= ENOUGH:
+            self._stop_waiting()
         if not self._is_recording:
             self._is_recording = True
             # Not one of the tasks that are cancelled with the service: the handlers have succeeded.
@@ -71,7 +85,23 @@ class OutcomeRecorder:
             await asyncio.sleep(0)
             if len(self._returned) >= MOST_TOGETHER or not self._more_to_come():
                 break
+        if 0 < len(self._returned) < ENOUGH and self._is_crowded():
+            await self._wait_for_others()
         return bool(self._returned)
+
+    async def _wait_for_others(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._enough = loop.create_future()
+        timer = loop.call_later(LONGEST_WAIT, self._stop_waiting)
+        try:
+            await self._enough
+        finally:
+            timer.cancel()
+            self._enough = None
+
+    def _stop_waiting(self) -> None:
+        if self._enough is not None and not self._enough.done():
+            self._enough.set_result(None)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if self._tasks.has_succeeded(task):

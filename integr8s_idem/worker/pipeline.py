@@ -42,14 +42,9 @@ from integr8s_idem.worker.value_limits import ValueLimits
 MOST_BATCHES: Final = 2
 """Maximum concurrent batches: one waits for the store while the next is decoded."""
 
-SHARE: Final = 4
-"""While fewer slots are free than one in four, a batch waits for others to become free, which its round trip serves."""
-
-ENOUGH: Final = 64
-"""Free slots with which a batch begins, however many there are."""
-
 LONGEST_WAIT: Final = 0.001
-"""Seconds that a batch waits for free slots.  Handlers that take longer than a few of them do not miss those."""
+"""Seconds that a batch waits for free slots while few are free, so that its round trip serves several handlers.  Handlers
+that take longer than a few of them do not miss those."""
 
 
 class Pipeline:
@@ -87,7 +82,7 @@ class Pipeline:
         self._limits = ValueLimits() if any(each.limit is not None for each in handlers) else None
         self._conclusions.limits = self._limits
         meanwhile = self._meanwhile if self._lanes.are_ordered else None
-        self._runners = Runners(processor, self._tasks, self._conclusions, meanwhile)
+        self._runners = Runners(processor, self._tasks, self._conclusions, self._is_crowded, meanwhile)
         self._reserver = Reserver(processor, self._options, self._lanes, self._ahead, self._runners, self._conclusions)
         self._ready: deque[Delivery | WorkItem] = deque()
         self._turns: deque[Delivery] = deque()
@@ -95,8 +90,6 @@ class Pipeline:
         self._is_starting = False
         self._batches = 0
         self._is_scheduled = False
-        self._enough = min(processor.slots.number // SHARE, ENOUGH)
-        """Free slots for which a batch waits."""
         self._waiting: asyncio.TimerHandle | None = None
         """Begins the batch that waits for slots."""
         self._context = copy_context()
@@ -148,16 +141,24 @@ class Pipeline:
         """Start a batch in the next iteration of the event loop, so that it includes all deliveries of this one."""
         if not self._ready or self._is_scheduled or self._batches >= MOST_BATCHES:
             return
-        if 0 < self._slots.free < self._enough and self._slots.free < len(self._ready):
+        if self._slots.free and self._is_crowded():
             if self._waiting is None:
                 loop = asyncio.get_running_loop()
-                self._waiting = loop.call_later(LONGEST_WAIT, self._begin_batch, context=self._context)
+                self._waiting = loop.call_later(LONGEST_WAIT, self._stop_waiting, context=self._context)
             return
         if self._waiting is not None:  # only one of the two may begin a batch
             self._waiting.cancel()
             self._waiting = None
         self._is_scheduled = True
         asyncio.get_running_loop().call_soon(self._begin_batch, context=self._context)
+
+    def _is_crowded(self) -> bool:
+        return self._slots.are_few(len(self._ready))
+
+    def _stop_waiting(self) -> None:
+        self._waiting = None
+        if not self._batches:  # otherwise, the next one waits again when that has ended
+            self._begin_batch()
 
     def _resume(self) -> None:
         """Continue after the isolation gate has opened."""
@@ -170,7 +171,6 @@ class Pipeline:
 
     def _begin_batch(self) -> None:
         self._is_scheduled = False
-        self._waiting = None
         if self._isolation.is_closed:
             return  # leases of a batch reserved now would lapse if the suspect crashes the process
         taken: deque[Delivery | WorkItem] = deque()

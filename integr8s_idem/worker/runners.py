@@ -38,9 +38,10 @@ class Runners:
         processor: DeliveryProcessor,
         tasks: PipelineTasks,
         conclusions: Conclusions,
+        is_crowded: Callable[[], bool],
         meanwhile: Callable[[Iterable[WorkItem]], None] | None,
     ) -> None:
-        """`meanwhile`: see `OutcomeRecorder`."""
+        """`is_crowded` and `meanwhile`: see `OutcomeRecorder`."""
         self._slots = processor.slots
         self._isolation = processor.isolation
         self._circuit = processor.circuit
@@ -53,7 +54,9 @@ class Runners:
         """Items whose handlers have succeeded since the runner waited, and the numbers of their attempts."""
         self._freed = 0
         """Slots of items that have ended since the runner waited."""
-        self._recorder = OutcomeRecorder(processor, tasks, conclusions, lambda: bool(self._runnable), meanwhile)
+        self._recorder = OutcomeRecorder(
+            processor, tasks, conclusions, lambda: bool(self._runnable), is_crowded, meanwhile
+        )
         self._last = 0
         """Number of the last runner."""
         self._current: int | None = None

@@ -5,6 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Final
+
+SHARE: Final = 4
+"""Few slots are free if fewer than one in four is."""
+
+ENOUGH: Final = 64
+"""As many free slots are not few, however many there are."""
 
 
 class Slots:
@@ -18,6 +25,7 @@ class Slots:
         self.number = number
         self.free = number
         """How many can be acquired."""
+        self._few = min(number // SHARE, ENOUGH)
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._notify: Callable[[], None] = lambda: None
 
@@ -31,6 +39,10 @@ class Slots:
             return False
         self.free -= 1
         return True
+
+    def are_few(self, wanted: int) -> bool:
+        """Whether few slots are free, and more are wanted."""
+        return self.free < self._few and self.free < wanted
 
     async def __aenter__(self) -> None:
         if self.try_acquire():
