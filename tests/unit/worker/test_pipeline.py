@@ -22,7 +22,6 @@ from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Past, Phase, ReceivedMessage, Signal, SilentObserver, Span
 from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.pipeline import LONGEST_WAIT
 from tests.support.counting import CountingStore
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
@@ -139,52 +138,6 @@ async def test_two_batches_are_reserved_concurrently_but_not_a_third() -> None:
         assert store.batch_sizes == [250, 250]
         store.held["reserve"].set()
         await worker.until(lambda: all_committed(worker))
-
-
-@virtual_time
-async def test_slots_that_become_free_one_by_one_are_filled_by_shared_requests() -> None:
-    store, router, broker = CountingStore(), EventRouter(), sent(400)
-    ends, begins = list[float](), list[float]()
-
-    @router.on(ParcelSent)
-    async def handle(event: ParcelSent) -> None:
-        begins.append(asyncio.get_running_loop().time())
-        # The first ones start together, and end one after another.
-        await asyncio.sleep(0.05 + (event.number if event.number < 64 else 0) * LONGEST_WAIT / 4)
-        ends.append(asyncio.get_running_loop().time())
-
-    dispatcher = IdempotentEventDispatcher(router, guarded(store).manager)
-    async with running(dispatcher, broker, ordering="none", concurrency=64) as worker:
-        await worker.until(lambda: all_committed(worker))
-
-    assert len(begins) == sum(store.batch_sizes) == 400
-    later = store.batch_sizes[store.batch_sizes.index(64) + 1 :]
-    assert sum(later) / len(later) > 3
-    waits = [begin - end for begin, end in zip(sorted(begins)[64:], sorted(ends), strict=False)]
-    assert max(waits) <= LONGEST_WAIT * 1.01
-
-
-@virtual_time
-async def test_one_free_slot_is_filled_after_a_moment() -> None:
-    gate, router, broker = asyncio.Event(), EventRouter(), sent(10)
-    times = dict[str, float]()
-
-    @router.on(ParcelSent)
-    async def handle(event: ParcelSent) -> None:
-        if event.number == 0:
-            await asyncio.sleep(0.05)
-            times["end of the first"] = asyncio.get_running_loop().time()
-        elif event.number == 8:
-            times["begin of the last"] = asyncio.get_running_loop().time()
-            gate.set()
-        else:
-            await gate.wait()
-
-    dispatcher = IdempotentEventDispatcher(router, guarded().manager)
-    async with running(dispatcher, broker, ordering="none", concurrency=8) as worker:
-        await worker.until(lambda: all_committed(worker))
-
-    assert times["begin of the last"] - times["end of the first"] == pytest.approx(LONGEST_WAIT, rel=0.01)
 
 
 @virtual_time

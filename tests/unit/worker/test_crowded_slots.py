@@ -1,0 +1,152 @@
+"""While nearly all slots are in use, batches wait for slots, and outcomes for others, so that they share requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
+from integr8s_idem.handlers.router import EventRouter
+from integr8s_idem.records import Completion
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker import outcome_recorder
+from integr8s_idem.worker.pipeline import LONGEST_WAIT
+from tests.support.counting import CountingStore
+from tests.support.fake_worker import running
+from tests.support.guarded import guarded
+from tests.support.pipelines import ParcelSent, all_committed, sent
+
+
+class Outcomes(CountingStore):
+    """Also records the sizes of `complete` requests, and when each outcome was sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.sent_at: list[float] = []
+
+    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+        self.sizes.append(len(completions))
+        self.sent_at += [asyncio.get_running_loop().time()] * len(completions)
+        return await super().complete(completions)
+
+
+class Handlers:
+    """Take 50 ms; the first 64 begin together and end one after another."""
+
+    def __init__(self, step: float) -> None:
+        self.ended_at: list[float] = []
+        self.router = EventRouter()
+
+        @self.router.on(ParcelSent)
+        async def handle(event: ParcelSent) -> None:
+            await asyncio.sleep(0.05 + (event.number if event.number < 64 else 0) * step)
+            self.ended_at.append(asyncio.get_running_loop().time())
+
+
+@virtual_time
+async def test_slots_that_become_free_one_by_one_are_filled_by_shared_requests() -> None:
+    store, router, broker = CountingStore(), EventRouter(), sent(400)
+    ends, begins = list[float](), list[float]()
+
+    @router.on(ParcelSent)
+    async def handle(event: ParcelSent) -> None:
+        begins.append(asyncio.get_running_loop().time())
+        # The first ones start together, and end one after another.
+        await asyncio.sleep(0.05 + (event.number if event.number < 64 else 0) * LONGEST_WAIT / 4)
+        ends.append(asyncio.get_running_loop().time())
+
+    dispatcher = IdempotentEventDispatcher(router, guarded(store).manager)
+    async with running(dispatcher, broker, ordering="none", concurrency=64) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert len(begins) == sum(store.batch_sizes) == 400
+    later = store.batch_sizes[store.batch_sizes.index(64) + 1 :]
+    assert sum(later) / len(later) > 3
+    waits = [begin - end for begin, end in zip(sorted(begins)[64:], sorted(ends), strict=False)]
+    assert max(waits) <= LONGEST_WAIT * 1.01
+
+
+@virtual_time
+async def test_one_free_slot_is_filled_after_a_moment() -> None:
+    gate, router, broker = asyncio.Event(), EventRouter(), sent(10)
+    times = dict[str, float]()
+
+    @router.on(ParcelSent)
+    async def handle(event: ParcelSent) -> None:
+        if event.number == 0:
+            await asyncio.sleep(0.05)
+            times["end of the first"] = asyncio.get_running_loop().time()
+        elif event.number == 8:
+            times["begin of the last"] = asyncio.get_running_loop().time()
+            gate.set()
+        else:
+            await gate.wait()
+
+    dispatcher = IdempotentEventDispatcher(router, guarded().manager)
+    async with running(dispatcher, broker, ordering="none", concurrency=8) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert times["begin of the last"] - times["end of the first"] == pytest.approx(LONGEST_WAIT, rel=0.01)
+
+
+@virtual_time
+async def test_outcomes_that_come_one_by_one_share_requests() -> None:
+    step = outcome_recorder.LONGEST_WAIT / 10
+    store, handlers = Outcomes(), Handlers(step)
+
+    dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
+    async with running(dispatcher, sent(640), ordering="none", concurrency=64) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert sum(store.sizes) == 640
+    assert sum(store.sizes) / len(store.sizes) > 5
+    waits = [sent_at - ended_at for sent_at, ended_at in zip(store.sent_at, handlers.ended_at, strict=True)]
+    assert 0 <= min(waits) < step
+    assert max(waits) <= outcome_recorder.LONGEST_WAIT * 1.01
+
+
+@virtual_time
+async def test_enough_outcomes_do_not_wait() -> None:
+    store, router = Outcomes(), EventRouter()
+    ended_at: list[float] = []
+
+    @router.on(ParcelSent)
+    async def handle(event: ParcelSent) -> None:
+        # All but one of the first 100 end a moment after that one, which waits for others.
+        await asyncio.sleep(0.05 + (0 if event.number == 0 else LONGEST_WAIT / 10))
+        ended_at.append(asyncio.get_running_loop().time())
+
+    dispatcher = IdempotentEventDispatcher(router, guarded(store).manager)
+    async with running(dispatcher, sent(200), ordering="none", concurrency=100) as worker:
+        await worker.until(lambda: len(store.sizes) > 0)
+        first = store.sent_at[0]
+        await worker.until(lambda: all_committed(worker))
+
+    assert store.sizes[0] >= outcome_recorder.ENOUGH
+    assert first - ended_at[0] == pytest.approx(LONGEST_WAIT / 10)
+
+
+@pytest.mark.parametrize("events", [1, 8, 48])
+@virtual_time
+async def test_an_outcome_is_sent_at_once_unless_deliveries_wait_for_slots(events: int) -> None:
+    store, handlers = Outcomes(), Handlers(0.001)
+
+    dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
+    async with running(dispatcher, sent(events), ordering="none", concurrency=64) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert store.sent_at == handlers.ended_at
+
+
+@virtual_time
+async def test_an_outcome_is_sent_at_once_if_the_next_delivery_of_its_partition_waits_for_it() -> None:
+    store, handlers = Outcomes(), Handlers(0.0)
+
+    dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
+    async with running(dispatcher, sent(80, partitions=8), ordering="partition", concurrency=8) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert store.sent_at == handlers.ended_at
