@@ -20,8 +20,8 @@ MOST_TURNS: Final = 5
 """Iterations of the event loop for which outcomes wait for others, while more handlers are about to run."""
 
 LONGEST_WAIT: Final = 0.003
-"""Seconds for which outcomes wait for others, while nearly all slots are in use.  Handlers that wait for something end one
-by one, and each would cause a request.  Neither slots nor other deliveries wait for the outcomes."""
+"""Seconds for which outcomes wait for others, while nearly all slots are in use.  Handlers that wait for something end
+one by one, and each would cause a request.  Neither slots nor other deliveries wait for the outcomes."""
 
 ENOUGH: Final = 64
 """Outcomes that do not wait for others."""

@@ -43,8 +43,8 @@ MOST_BATCHES: Final = 2
 """Maximum concurrent batches: one waits for the store while the next is decoded."""
 
 LONGEST_WAIT: Final = 0.001
-"""Seconds that a batch waits for free slots while few are free, so that its round trip serves several handlers.  Handlers
-that take longer than a few of them do not miss those."""
+"""Seconds that a batch waits for free slots while few are free, so that its round trip serves several handlers.
+Handlers that take longer than a few of them do not miss those."""
 
 
 class Pipeline:
