@@ -95,8 +95,12 @@ class BareRequests:
     """
 
     def __init__(self, repository: IdempotencyRepository) -> None:
+        self.handled, self.answer = 0, None
         self._reserve = Coalescer(repository.reserve).answer
         self._complete = Coalescer(repository.complete).answer
+
+    async def once(self, key: str) -> None:
+        await self.run(key, self._work)
 
     async def run(self, key: str, work: Callable[[], Awaitable[None]]) -> None:
         """Do `work` if the key is new."""
@@ -104,6 +108,9 @@ class BareRequests:
         if isinstance(verdict, Reserved):
             await work()
             ensure(await self._complete(Completion(reservation=verdict, ttl=_TTL)), key)
+
+    async def _work(self) -> None:
+        self.handled += 1
 
 
 class Idemkit:

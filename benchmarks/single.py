@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Final
 
 from benchmarks.contestants import ensure
-from benchmarks.guards import Guard, Idemkit, IdempotencyKit, Integr8sIdem, Powertools, RawRedis
+from benchmarks.guards import BareRequests, Guard, Idemkit, IdempotencyKit, Integr8sIdem, Powertools, RawRedis
 from benchmarks.measuring import CONCURRENCY, Flat, rotated
 from benchmarks.native import NATIVE, native_code, with_native_code
 from benchmarks.places import RedisEnvironment, redis_environment
@@ -37,6 +37,10 @@ KEYS: Final = (
     "single_fresh_c64_native",
     "single_duplicate_c1_native",
     "single_duplicate_c64_native",
+    "single_fresh_c1_requests",
+    "single_fresh_c64_requests",
+    "single_duplicate_c1_requests",
+    "single_duplicate_c64_requests",
     "vs_idemkit_fresh_c64",
     "vs_idempotency_kit_fresh_c64",
     "latency_p99_ratio",
@@ -65,16 +69,17 @@ async def measure(options: Options, progress: Progress) -> Flat:
 
 
 async def _comparisons(env: RedisEnvironment) -> AsyncIterator[Comparison]:
-    library, raw = await _this_library(env), RawRedis(env)
+    library, raw, requests = await _this_library(env), RawRedis(env), BareRequests(await env.repository())
     peers: Mapping[str, Guard] = {"idemkit": Idemkit(env), "idempotency_kit": IdempotencyKit(env)}
-    sequential: Mapping[str, Guard] = {"integr8s_idem": library, "raw": raw, "powertools_sync": Powertools(env)}
-    concurrent: Mapping[str, Guard] = {"integr8s_idem": library, "raw": raw, **peers}
+    both: Mapping[str, Guard] = {"integr8s_idem": library, "raw": raw, "requests": requests}
+    sequential: Mapping[str, Guard] = {**both, "powertools_sync": Powertools(env)}
+    concurrent: Mapping[str, Guard] = {**both, **peers}
     vs_peers = {f"vs_{name}_fresh_c64": ("integr8s_idem", name) for name in peers}
     for kind, turns_of in (("fresh", _new_keys), ("duplicate", _duplicates)):
         for concurrency, guards in ((1, sequential), (CONCURRENCY, concurrent)):
             name = f"{kind}_c{concurrency}"
             turns = await turns_of(guards, concurrency)
-            figures = {f"single_{name}": ("integr8s_idem", "raw")}
+            figures = {f"single_{name}": ("integr8s_idem", "raw"), f"single_{name}_requests": ("requests", "raw")}
             if guards is concurrent and kind == "fresh":
                 figures |= vs_peers
             if NATIVE is not None:

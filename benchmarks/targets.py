@@ -92,7 +92,13 @@ _TARGETS: Final[Mapping[str, Target]] = {
     ),
 }
 
+_REQUESTS: Final = "the two requests of this library alone, without a guard ÷ two redis-py calls"
+
 RATIOS: Final[Mapping[str, str]] = {
+    "single_fresh_c1_requests": f"{_REQUESTS}, new keys, sequentially",
+    "single_fresh_c64_requests": f"{_REQUESTS}, new keys, 64 at once",
+    "single_duplicate_c1_requests": "the first of them ÷ a losing `SET NX`, completed keys, sequentially",
+    "single_duplicate_c64_requests": "the first of them ÷ a losing `SET NX`, completed keys, 64 at once",
     "kafka_by_hand": "plain service whose handler calls redis-py twice, by hand ÷ plain service, no-op handler",
     "http_by_hand": (
         "CPU time of a FastAPI endpoint that does nothing, without the guard ÷ with two redis-py calls, 32 at once"
@@ -143,6 +149,7 @@ _UNGUARDED: Final = "duplicates are not detected"
 _GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
     "integr8s_idem": _GUARDED,
     "raw": _BY_HAND,
+    "requests": ("the first caller wins", _NO_GUARD),
     "idemkit": (
         "claims by token in Lua; the lease is renewed while the function runs; the result is replayed",
         "no fence, no attempts counted for functions; one round trip per claim and per completion",
