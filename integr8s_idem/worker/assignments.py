@@ -21,6 +21,7 @@ from integr8s_idem.telemetry import Span, is_recorded
 from integr8s_idem.telemetry.detached_phase import DetachedPhase
 from integr8s_idem.telemetry.log_fields import key_text
 from integr8s_idem.worker.kafka_protocols import Partition, Record
+from integr8s_idem.worker.lane import Lane
 from integr8s_idem.worker.offset_progress import Progress
 from integr8s_idem.worker.recorded_delivery import RecordedDelivery
 from integr8s_idem.worker.retry_copies import Origin
@@ -98,6 +99,7 @@ class Delivery:
         "event_type",
         "is_abandoned",
         "is_prepared",
+        "lane",
         "pending",
         "record",
         "recorded",
@@ -126,6 +128,8 @@ class Delivery:
         """Whether it was decoded before its turn, and its turn has not begun."""
         self.pending = 0
         """Its items that have not ended."""
+        self.lane: Lane[Delivery] | None = None
+        """The lane that it has entered; none without an order."""
         self._processing: DetachedPhase | None = None
         self.copied_from: Origin | None = None
         """The original message, if it is a copy in a retry topic."""

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
@@ -109,6 +110,8 @@ class ServiceReport:
     """Messages in its partitions after the committed offsets, as of the last poll."""
     tally: Tally
     reason: str = ""
+
+_offset_of: Final = attrgetter("record.offset")
 
 
 class ServiceWorker:
@@ -501,7 +504,7 @@ class ServiceWorker:
             for delivery in deliveries:
                 self.observer.count(Signal.STALE_COMPLETION, delivery.event_type)
         else:
-            assignment.progress.finish(*[delivery.record.offset for delivery in deliveries])
+            assignment.progress.finish(*map(_offset_of, deliveries))
 
     async def _commit_loop(self, consumer: Consumer) -> None:
         while True:

@@ -25,7 +25,6 @@ from integr8s_idem.handlers.handler import GuardedExecution, HandlerExecution
 from integr8s_idem.records import Completed, Reserved, Verdict
 from integr8s_idem.worker.assignments import Delivery, WorkItem
 from integr8s_idem.worker.delivery_processor import Decoded, DeliveryProcessor, UnverifiedReplay
-from integr8s_idem.worker.lanes import Lanes
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 
 LONGEST_HOLD: Final = 0.5
@@ -56,10 +55,9 @@ class Prepared:
 class LookAhead:
     """The deliveries of one pipeline that were decoded before their turn."""
 
-    def __init__(self, processor: DeliveryProcessor, options: RunOptions, lanes: Lanes, tasks: PipelineTasks) -> None:
+    def __init__(self, processor: DeliveryProcessor, options: RunOptions, tasks: PipelineTasks) -> None:
         self._processor = processor
         self._options = options
-        self._lanes = lanes
         self._tasks = tasks
         self._decoded: dict[Delivery, Decoded] = {}
         """Deliveries that were decoded, and whose processing has not begun."""
@@ -79,7 +77,8 @@ class LookAhead:
     def decode_successors(self, items: Iterable[WorkItem]) -> None:
         """Decode deliveries that wait for those of `items` in their lanes."""
         for item in items:
-            delivery = self._lanes.next_to_decode(item.delivery)
+            lane = item.delivery.lane
+            delivery = None if lane is None else lane.next_to_decode()
             if delivery is None or delivery.assignment.closed:
                 continue
             try:

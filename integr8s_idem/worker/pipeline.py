@@ -76,14 +76,14 @@ class Pipeline:
         self._finish = finish
         self._left = left
         self._tasks = PipelineTasks(processor.service, fail)
-        self._ahead = LookAhead(processor, self._options, self._lanes, self._tasks)
+        self._ahead = LookAhead(processor, self._options, self._tasks)
         self._conclusions = Conclusions(processor, self._tasks, reschedule=self._make_ready, ended=self._ended)
         handlers = processor.dispatcher.router.handlers
         self._limits = ValueLimits() if any(each.limit is not None for each in handlers) else None
         self._conclusions.limits = self._limits
         meanwhile = self._meanwhile if self._lanes.are_ordered else None
         self._runners = Runners(processor, self._tasks, self._conclusions, self._is_crowded, meanwhile)
-        self._reserver = Reserver(processor, self._options, self._lanes, self._ahead, self._runners, self._conclusions)
+        self._reserver = Reserver(processor, self._options, self._ahead, self._runners, self._conclusions)
         self._ready: deque[Delivery | WorkItem] = deque()
         self._turns: deque[Delivery] = deque()
         """Deliveries whose turn has come, while an earlier one is being started."""
@@ -175,7 +175,7 @@ class Pipeline:
             return  # leases of a batch reserved now would lapse if the suspect crashes the process
         taken: deque[Delivery | WorkItem] = deque()
         ahead: list[Delivery] = []
-        ready, slots, are_ordered = self._ready, self._slots, self._lanes.are_ordered
+        ready, slots = self._ready, self._slots
         while ready and len(taken) + len(ahead) < MOST_TOGETHER:
             first = ready[0]
             delivery = first if isinstance(first, Delivery) else first.delivery
@@ -186,8 +186,9 @@ class Pipeline:
                 taken.append(ready.popleft())
                 if delivery is first:
                     delivery.assignment.running.add(delivery)
-                    if are_ordered and not delivery.is_prepared:
-                        ahead += self._lanes.take_ahead(delivery)
+                    lane = delivery.lane
+                    if lane is not None and lane.waiting and not delivery.is_prepared:
+                        ahead += lane.take_ahead(asyncio.get_running_loop().time())
             else:
                 break
         if taken:
@@ -337,7 +338,8 @@ class Pipeline:
             self._drop(delivery)
         elif delivery.is_prepared and not self._ahead.is_answered_at_turn(delivery):
             pass  # it starts when its batch has ended
-        elif delivery.is_prepared and not self._isolation.is_closed and self._slots.try_acquire():
+        elif delivery.is_prepared and self._slots.free and not self._isolation.is_closed:
+            self._slots.free -= 1
             delivery.assignment.running.add(delivery)
             prepared, to_reserve = self._ahead.take(delivery), list[Reservable]()
             self._begin(delivery, prepared.decoded, prepared.items, to_reserve)

@@ -13,7 +13,6 @@ from integr8s_idem.records import Previous, Reserved, Verdict
 from integr8s_idem.worker.assignments import WorkItem
 from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
-from integr8s_idem.worker.lanes import Lanes
 from integr8s_idem.worker.look_ahead import LookAhead, Reservable
 from integr8s_idem.worker.runners import Runners
 
@@ -25,7 +24,6 @@ class Reserver:
         self,
         processor: DeliveryProcessor,
         options: RunOptions,
-        lanes: Lanes,
         ahead: LookAhead,
         runners: Runners,
         conclusions: Conclusions,
@@ -33,7 +31,6 @@ class Reserver:
         self._processor = processor
         self._slots = processor.slots
         self._options = options
-        self._lanes = lanes
         self._ahead = ahead
         self._runners = runners
         self._conclusions = conclusions
@@ -81,8 +78,8 @@ class Reserver:
         item.run = None
         reserved = None if run.lease is None else run.lease.reservation
         if reserved is not None and (reserved.lapsed or reserved.previous is Previous.LAPSED):
-            if reserved.previous is Previous.LAPSED:
-                self._lanes.slow_down(item.delivery)
+            if reserved.previous is Previous.LAPSED and (lane := item.delivery.lane) is not None:
+                lane.slow_down()
             # An event that crashes its worker in every other attempt and fails in the others is a suspect, too.
             if self._is_held_back(item, run):
                 self._slots.release()

@@ -18,7 +18,8 @@ from integr8s_idem.telemetry import SILENT, Phase, ReceivedMessage, SilentObserv
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.batch_limits import MOST_TOGETHER
 from integr8s_idem.worker.kafka_protocols import Partition
-from integr8s_idem.worker.lanes import HORIZON, MOST_AHEAD, Ordering
+from integr8s_idem.worker.lane import HORIZON, MOST_AHEAD
+from integr8s_idem.worker.lanes import Ordering
 from integr8s_idem.worker.look_ahead import LONGEST_HOLD
 from tests.support.counting import BusyStore, CountingStore
 from tests.support.fake_consumer import FakeBroker
