@@ -7,31 +7,26 @@ from typing import Final
 
 LIMITS: Final[Mapping[str, str]] = {
     "single_fresh_c1": (
-        "a single caller waits for every step. The two scripts of a run, called by hand over redis-py, reach 0.8 of "
-        "two plain calls. Sent as this library sends them, but without limits of time, retries, verdicts and a lease "
-        "that is renewed, they reach 1.6; by CPU, a run takes twice as much as that"
+        "a single caller waits for every step. The two requests alone, without anything else of a guard, are "
+        "`single_fresh_c1_requests`: they hardly exceed the target, which leaves nothing for key, lease, attempt and "
+        "result. Two plain commands answer sooner than two scripts. By CPU, a run takes less than two plain calls"
     ),
     "single_fresh_c64": (
         "limited by the CPU of this process, where a call costs 102 calls of Python functions: "
         "lease, fence, token, result, and the futures with which it shares round trips"
     ),
     "single_duplicate_c1": (
-        "a single caller waits for every step. The script that finds the record, called by hand over redis-py, "
-        "reaches 0.8 of a losing `SET NX`. The rest is CPU time of this process, which reads and replays the result"
+        "a single caller waits for every step. The request alone, without anything else of a guard, is "
+        "`single_duplicate_c1_requests`: it hardly exceeds the target, which leaves nothing for the key, and for "
+        "reading and replaying the result. By CPU, a duplicate takes no more than a plain call"
     ),
     "single_duplicate_c64": (
         "limited by the CPU of this process: a call costs 63 calls of Python functions. The local "
         "memory (`local_duplicate`) saves most of it"
     ),
-    "single_fresh_c1_native": (
-        "as for `single_fresh_c1`: by CPU, a run takes less than two plain calls, but its two scripts keep a single "
-        "caller waiting for Redis longer than two plain commands do"
-    ),
+    "single_fresh_c1_native": "as for `single_fresh_c1`",
     "single_fresh_c64_native": "as for `single_fresh_c64`",
-    "single_duplicate_c1_native": (
-        "as for `single_duplicate_c1`: by CPU, a duplicate takes less than a plain call, but its script keeps a single "
-        "caller waiting for Redis longer than a plain command does"
-    ),
+    "single_duplicate_c1_native": "as for `single_duplicate_c1`",
     "local_duplicate": (
         "limited by the CPU of this process: looking the key up and replaying its result takes some 3.5 µs. Runs on "
         "one machine varied between 25 and 32"
@@ -45,8 +40,8 @@ LIMITS: Final[Mapping[str, str]] = {
         "native code"
     ),
     "batch500_fresh": (
-        "limited by Redis: its two scripts take 11 µs of CPU per key, and each `SET` is written to the append-only "
-        "file; by CPU of this process, the figure exceeds its target"
+        "limited by Redis: its two scripts take most of the time, and each `SET` is written to the append-only file; "
+        "by CPU of this process, the figure exceeds its target"
     ),
     "kafka_noop": (
         "both are limited by the CPU of this process. Keys, requests and responses alone (`cost.key_us`, "
@@ -66,9 +61,10 @@ LIMITS: Final[Mapping[str, str]] = {
     ),
     "kafka_1ms": (
         "both are limited by the CPU of this process, not by the millisecond: 64 handlers of 1 ms could take an "
-        "event every 16 µs, which the plain service does not reach either. A handler that makes the two requests "
-        "itself, without anything else of a guard, is `kafka_1ms_requests`: no faster, since the worker makes them for "
-        "several events together"
+        "event every 16 µs, which the plain service does not reach either. Key, requests, responses and lease "
+        "(`cost.key_us`, `cost.reserve_us`, `cost.settle_us` and `cost.lease_us`), added to the CPU time of the plain "
+        "service, already miss the target. A handler that makes the two requests itself, without anything else of a "
+        "guard, is `kafka_1ms_requests`: slower, since the worker makes them for several events together"
     ),
     "kafka_1ms_native": "as for `kafka_1ms`",
     "kafka_vs_raw_loop": (
@@ -87,6 +83,10 @@ LIMITS: Final[Mapping[str, str]] = {
     "telemetry_on": (
         "limited by the OpenTelemetry SDK: its spans for a tenth of the events, made without any code of this library, "
         "metrics or propagation, are `telemetry_bound`, and reach 0.75 to 0.80 on their own"
+    ),
+    "processes_2": (
+        "on two cores, the second worker takes its time from broker and store, and caches are shared. Runs on one "
+        "machine varied between 0.82 and 1.02"
     ),
     "growth_2m": "a larger table misses the processor's caches more often",
     "http_guarded": (

@@ -111,6 +111,7 @@ class ServiceReport:
     tally: Tally
     reason: str = ""
 
+
 _offset_of: Final = attrgetter("record.offset")
 
 
