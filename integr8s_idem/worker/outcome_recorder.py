@@ -36,18 +36,18 @@ class OutcomeRecorder:
         tasks: PipelineTasks,
         conclusions: Conclusions,
         more_to_come: Callable[[], bool],
-        is_crowded: Callable[[], bool],
+        may_wait: Callable[[], bool],
         meanwhile: Callable[[Iterable[WorkItem]], None] | None,
     ) -> None:
         """
         Args:
             more_to_come: Whether handlers are about to run that may return at once.
-            is_crowded: Whether deliveries wait for slots, so that more handlers will end soon.
+            may_wait: Whether deliveries wait for slots, so that more handlers will end soon, and none for an outcome.
             meanwhile: Called with the items of each request, to schedule work for the time until the store answers.
         """
         self._meanwhile = meanwhile
         self._more_to_come = more_to_come
-        self._is_crowded = is_crowded
+        self._may_wait = may_wait
         self._processor = processor
         self._tasks = tasks
         self._conclusions = conclusions
@@ -63,7 +63,7 @@ class OutcomeRecorder:
             self._conclusions.conclude(item, returned.run.unrecorded(returned))
             return
         self._returned.append((item, returned))
-        if self._enough is not None and len(self._returned) >= ENOUGH:
+        if self._enough is not None and (len(self._returned) >= ENOUGH or _is_awaited(self._returned[-1])):
             self._stop_waiting()
         if not self._is_recording:
             self._is_recording = True
@@ -85,7 +85,7 @@ class OutcomeRecorder:
             await asyncio.sleep(0)
             if len(self._returned) >= MOST_TOGETHER or not self._more_to_come():
                 break
-        if 0 < len(self._returned) < ENOUGH and self._is_crowded():
+        if 0 < len(self._returned) < ENOUGH and self._may_wait() and not any(map(_is_awaited, self._returned)):
             await self._wait_for_others()
         return bool(self._returned)
 
@@ -151,3 +151,9 @@ class OutcomeRecorder:
                 returned.run.complete_later(returned)
 
         self._conclusions.attempt(item, partial(returned.run.complete, returned)).add_done_callback(ended)
+
+
+def _is_awaited(outcome: tuple[WorkItem, Returned[Any]]) -> bool:
+    """Whether deliveries of its lane wait for an outcome."""
+    lane = outcome[0].delivery.lane
+    return lane is not None and bool(lane.waiting)

@@ -82,7 +82,7 @@ class Pipeline:
         self._limits = ValueLimits() if any(each.limit is not None for each in handlers) else None
         self._conclusions.limits = self._limits
         meanwhile = self._meanwhile if self._lanes.are_ordered else None
-        self._runners = Runners(processor, self._tasks, self._conclusions, self._is_crowded, meanwhile)
+        self._runners = Runners(processor, self._tasks, self._conclusions, self._may_outcomes_wait, meanwhile)
         self._reserver = Reserver(processor, self._options, self._ahead, self._runners, self._conclusions)
         self._ready: deque[Delivery | WorkItem] = deque()
         self._turns: deque[Delivery] = deque()
@@ -141,7 +141,7 @@ class Pipeline:
         """Start a batch in the next iteration of the event loop, so that it includes all deliveries of this one."""
         if not self._ready or self._is_scheduled or self._batches >= MOST_BATCHES:
             return
-        if self._slots.free and self._is_crowded():
+        if self._slots.free and self._slots.are_few(len(self._ready)):
             if self._waiting is None:
                 loop = asyncio.get_running_loop()
                 self._waiting = loop.call_later(LONGEST_WAIT, self._stop_waiting, context=self._context)
@@ -152,8 +152,8 @@ class Pipeline:
         self._is_scheduled = True
         asyncio.get_running_loop().call_soon(self._begin_batch, context=self._context)
 
-    def _is_crowded(self) -> bool:
-        return self._slots.are_few(len(self._ready))
+    def _may_outcomes_wait(self) -> bool:
+        return self._slots.are_few(len(self._ready)) and not self.waiting_for_limits
 
     def _stop_waiting(self) -> None:
         self._waiting = None

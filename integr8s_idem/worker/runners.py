@@ -38,10 +38,10 @@ class Runners:
         processor: DeliveryProcessor,
         tasks: PipelineTasks,
         conclusions: Conclusions,
-        is_crowded: Callable[[], bool],
+        may_wait: Callable[[], bool],
         meanwhile: Callable[[Iterable[WorkItem]], None] | None,
     ) -> None:
-        """`is_crowded` and `meanwhile`: see `OutcomeRecorder`."""
+        """`may_wait` and `meanwhile`: see `OutcomeRecorder`."""
         self._slots = processor.slots
         self._isolation = processor.isolation
         self._circuit = processor.circuit
@@ -55,7 +55,7 @@ class Runners:
         self._freed = 0
         """Slots of items that have ended since the runner waited."""
         self._recorder = OutcomeRecorder(
-            processor, tasks, conclusions, lambda: bool(self._runnable), is_crowded, meanwhile
+            processor, tasks, conclusions, lambda: bool(self._runnable), may_wait, meanwhile
         )
         self._last = 0
         """Number of the last runner."""

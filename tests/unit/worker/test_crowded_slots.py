@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import outcome_recorder
 from integr8s_idem.worker.pipeline import LONGEST_WAIT
 from tests.support.counting import CountingStore
+from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
 from tests.support.guarded import guarded
 from tests.support.pipelines import ParcelSent, all_committed, sent
@@ -36,13 +38,15 @@ class Outcomes(CountingStore):
 class Handlers:
     """Take 50 ms; the first 64 begin together and end one after another."""
 
-    def __init__(self, step: float) -> None:
+    def __init__(self, step: float, **options: Any) -> None:
+        self.ended: list[int] = []
         self.ended_at: list[float] = []
         self.router = EventRouter()
 
-        @self.router.on(ParcelSent)
+        @self.router.on(ParcelSent, **options)
         async def handle(event: ParcelSent) -> None:
             await asyncio.sleep(0.05 + (event.number if event.number < 64 else 0) * step)
+            self.ended.append(event.number)
             self.ended_at.append(asyncio.get_running_loop().time())
 
 
@@ -150,3 +154,37 @@ async def test_an_outcome_is_sent_at_once_if_the_next_delivery_of_its_partition_
         await worker.until(lambda: all_committed(worker))
 
     assert store.sent_at == handlers.ended_at
+
+
+SHARED = [number % 50 for number in range(200)]
+MIXED = [number % 10 if number % 2 else number for number in range(200)]
+"""Every other parcel is for one of five recipients."""
+
+
+@pytest.mark.parametrize("recipients", [SHARED, MIXED])
+@virtual_time
+async def test_an_outcome_is_sent_at_once_if_the_next_delivery_of_its_key_waits_for_it(recipients: list[int]) -> None:
+    store, handlers, broker = Outcomes(), Handlers(outcome_recorder.LONGEST_WAIT / 10), FakeBroker()
+    broker.publish(*(ParcelSent(number=each, aggregate_id=str(of)) for each, of in enumerate(recipients)))
+
+    dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
+    async with running(dispatcher, broker, ordering="key", concurrency=20) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    ended = zip(handlers.ended, store.sent_at, handlers.ended_at, strict=True)
+    waits = {number: sent_at - ended_at for number, sent_at, ended_at in ended}
+    assert max(waits[number] for number in waits if recipients[number] in recipients[number + 1 :]) == 0
+    assert max(waits.values()) > 0
+
+
+@virtual_time
+async def test_an_outcome_is_sent_at_once_if_another_event_of_a_limited_value_waits() -> None:
+    store, handlers, broker = Outcomes(), Handlers(0.0, limit_by="aggregate_id", at_most=1), FakeBroker()
+    # A third is for the same recipient.
+    broker.publish(*(ParcelSent(number=each, aggregate_id=str(each % 3 and each)) for each in range(150)))
+
+    dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
+    async with running(dispatcher, broker, ordering="none", concurrency=20) as worker:
+        await worker.until(lambda: len(handlers.ended) >= 100)
+
+        assert store.sent_at[:80] == handlers.ended_at[:80]
