@@ -21,7 +21,8 @@ MOST_TURNS: Final = 5
 
 LONGEST_WAIT: Final = 0.003
 """Seconds for which outcomes wait for others, while nearly all slots are in use.  Handlers that wait for something end
-one by one, and each would cause a request.  Neither slots nor other deliveries wait for the outcomes."""
+one by one, and each would cause a request.  No slot waits for the outcomes, nor does a delivery that is known when the
+wait begins."""
 
 ENOUGH: Final = 64
 """Outcomes that do not wait for others."""
@@ -49,6 +50,7 @@ class OutcomeRecorder:
         self._more_to_come = more_to_come
         self._may_wait = may_wait
         self._processor = processor
+        self._isolation = processor.isolation
         self._tasks = tasks
         self._conclusions = conclusions
         self._returned: list[tuple[WorkItem, Returned[Any]]] = []
@@ -93,9 +95,12 @@ class OutcomeRecorder:
         loop = asyncio.get_running_loop()
         self._enough = loop.create_future()
         timer = loop.call_later(LONGEST_WAIT, self._stop_waiting)
+        # As if a handler ran: the work would lapse if a suspect crashed the process now.
+        self._isolation.enter()
         try:
             await self._enough
         finally:
+            self._isolation.leave()
             timer.cancel()
             self._enough = None
 

@@ -153,7 +153,7 @@ class Pipeline:
         asyncio.get_running_loop().call_soon(self._begin_batch, context=self._context)
 
     def _may_outcomes_wait(self) -> bool:
-        return self._slots.are_few(len(self._ready)) and not self.waiting_for_limits
+        return not (self._isolation.is_closed or self.waiting_for_limits) and self._slots.are_few(len(self._ready))
 
     def _stop_waiting(self) -> None:
         self._waiting = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
@@ -78,38 +80,47 @@ async def test_large_batches_are_sent_in_parts(store: RedisIdempotencyRepository
     assert all(isinstance(verdict, Completed) for verdict in duplicates)
 
 
+KINDS = ("new", "alone", "completed", "running", "released", "other type")
+
+
+@pytest.mark.parametrize("first", KINDS)
 async def test_every_neighbor_in_a_batch_gets_its_own_verdict(
-    store: RedisIdempotencyRepository, redis_client: Redis
+    store: RedisIdempotencyRepository, redis_client: Redis, first: str
 ) -> None:
     """After a new key, the script expects another one: any other key must be treated as if it came first."""
-    kinds = ("new", "alone", "completed", "running", "released", "other type")
-    order = [kind for first in kinds for second in kinds for kind in (first, second)]
-    keys = [f"k:{number}:{kind}" for number, kind in enumerate(order)]
-    by_kind = {kind: [key for key in keys if key.endswith(kind)] for kind in kinds}
-    for kind in ("completed", "running", "released"):
-        earlier = [await take(store, request_for(key)) for key in by_kind[kind]]
-        if kind == "completed":
-            assert all(await store.complete([Completion(reservation=each, ttl=TTL) for each in earlier]))
-        elif kind == "released":
-            assert all(await store.release(earlier))
-    for key in by_kind["other type"]:
-        await redis_client.rpush(key, "x")
+    for second, third in product(KINDS, repeat=2):
+        batch = {f"{second}:{third}:{place}": kind for place, kind in enumerate((first, second, third))}
+        await prepare(store, redis_client, batch)
 
-    requests = [replace(request_for(key), alone=key.endswith("alone")) for key in keys]
-    verdicts = await store.reserve(requests)
+        verdicts = await store.reserve(
+            [replace(request_for(key), alone=kind == "alone") for key, kind in batch.items()]
+        )
 
-    expected = {"new": 1, "alone": 1, "released": 2}
-    for key, kind, verdict in zip(keys, order, verdicts, strict=True):
-        if kind in expected:
-            assert isinstance(verdict, Reserved), key
-            assert verdict.attempt == expected[kind], key
-        else:
-            types = {"completed": Completed, "running": InProgress, "other type": Corrupt}
-            assert isinstance(verdict, types[kind]), key
-    reserved = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
-    assert await store.renew(reserved, LEASE) == [True] * len(reserved)
-    records = await store.get(by_kind["alone"])
-    assert all(record is not None and record.alone for record in records)
+        for (key, kind), verdict in zip(batch.items(), verdicts, strict=True):
+            if kind in ("new", "alone", "released"):
+                assert isinstance(verdict, Reserved), (key, kind)
+                assert verdict.attempt == (2 if kind == "released" else 1), (key, kind)
+            else:
+                types = {"completed": Completed, "running": InProgress, "other type": Corrupt}
+                assert isinstance(verdict, types[kind]), (key, kind)
+        reserved = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+        assert await store.renew(reserved, LEASE) == [True] * len(reserved)
+        for record in await store.get([verdict.key for verdict in reserved]):
+            assert record is not None
+            assert record.alone == (batch[record.key] == "alone")
+
+
+async def prepare(store: RedisIdempotencyRepository, client: Redis, kinds: Mapping[str, str]) -> None:
+    """Create what keys of these kinds hold before they are reserved."""
+    for key, kind in kinds.items():
+        if kind == "other type":
+            await client.rpush(key, "x")
+        elif kind in ("completed", "running", "released"):
+            earlier = await take(store, request_for(key))
+            if kind == "completed":
+                assert await store.complete([Completion(reservation=earlier, ttl=TTL)]) == [True]
+            elif kind == "released":
+                assert await store.release([earlier]) == [True]
 
 
 async def test_a_key_that_occurs_twice_in_a_batch_is_reserved_once(store: RedisIdempotencyRepository) -> None:

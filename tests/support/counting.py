@@ -60,3 +60,17 @@ class BusyStore(CountingStore):
             return await super().complete(completions)
         finally:
             self.is_recording = False
+
+
+class SentOutcomes(CountingStore):
+    """Also records the sizes of `complete` requests, and when each outcome was sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.sent_at: list[float] = []
+
+    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+        self.sizes.append(len(completions))
+        self.sent_at += [asyncio.get_running_loop().time()] * len(completions)
+        return await super().complete(completions)

@@ -99,6 +99,7 @@ class RedisClusterClient:
         wait: ReplicaWait | None = None,
     ) -> list[Answered]:
         calls: dict[int, Call] = {}
+        args = list(args)  # encodes all of them at once
         for index, key in enumerate(keys):
             bucket = bucket_of(key)
             call = calls.get(bucket)

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
-from integr8s_idem.records import Completion
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import outcome_recorder
 from integr8s_idem.worker.pipeline import LONGEST_WAIT
-from tests.support.counting import CountingStore
+from tests.support.counting import CountingStore, SentOutcomes
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
 from tests.support.guarded import guarded
 from tests.support.pipelines import ParcelSent, all_committed, sent
-
-
-class Outcomes(CountingStore):
-    """Also records the sizes of `complete` requests, and when each outcome was sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-        self.sent_at: list[float] = []
-
-    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
-        self.sizes.append(len(completions))
-        self.sent_at += [asyncio.get_running_loop().time()] * len(completions)
-        return await super().complete(completions)
 
 
 class Handlers:
@@ -99,7 +83,7 @@ async def test_one_free_slot_is_filled_after_a_moment() -> None:
 @virtual_time
 async def test_outcomes_that_come_one_by_one_share_requests() -> None:
     step = outcome_recorder.LONGEST_WAIT / 10
-    store, handlers = Outcomes(), Handlers(step)
+    store, handlers = SentOutcomes(), Handlers(step)
 
     dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
     async with running(dispatcher, sent(640), ordering="none", concurrency=64) as worker:
@@ -114,7 +98,7 @@ async def test_outcomes_that_come_one_by_one_share_requests() -> None:
 
 @virtual_time
 async def test_enough_outcomes_do_not_wait() -> None:
-    store, router = Outcomes(), EventRouter()
+    store, router = SentOutcomes(), EventRouter()
     ended_at: list[float] = []
 
     @router.on(ParcelSent)
@@ -136,7 +120,7 @@ async def test_enough_outcomes_do_not_wait() -> None:
 @pytest.mark.parametrize("events", [1, 8, 48])
 @virtual_time
 async def test_an_outcome_is_sent_at_once_unless_deliveries_wait_for_slots(events: int) -> None:
-    store, handlers = Outcomes(), Handlers(0.001)
+    store, handlers = SentOutcomes(), Handlers(0.001)
 
     dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
     async with running(dispatcher, sent(events), ordering="none", concurrency=64) as worker:
@@ -147,7 +131,7 @@ async def test_an_outcome_is_sent_at_once_unless_deliveries_wait_for_slots(event
 
 @virtual_time
 async def test_an_outcome_is_sent_at_once_if_the_next_delivery_of_its_partition_waits_for_it() -> None:
-    store, handlers = Outcomes(), Handlers(0.0)
+    store, handlers = SentOutcomes(), Handlers(0.0)
 
     dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
     async with running(dispatcher, sent(80, partitions=8), ordering="partition", concurrency=8) as worker:
@@ -164,7 +148,7 @@ MIXED = [number % 10 if number % 2 else number for number in range(200)]
 @pytest.mark.parametrize("recipients", [SHARED, MIXED])
 @virtual_time
 async def test_an_outcome_is_sent_at_once_if_the_next_delivery_of_its_key_waits_for_it(recipients: list[int]) -> None:
-    store, handlers, broker = Outcomes(), Handlers(outcome_recorder.LONGEST_WAIT / 10), FakeBroker()
+    store, handlers, broker = SentOutcomes(), Handlers(outcome_recorder.LONGEST_WAIT / 10), FakeBroker()
     broker.publish(*(ParcelSent(number=each, aggregate_id=str(of)) for each, of in enumerate(recipients)))
 
     dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
@@ -179,7 +163,7 @@ async def test_an_outcome_is_sent_at_once_if_the_next_delivery_of_its_key_waits_
 
 @virtual_time
 async def test_an_outcome_is_sent_at_once_if_another_event_of_a_limited_value_waits() -> None:
-    store, handlers, broker = Outcomes(), Handlers(0.0, limit_by="aggregate_id", at_most=1), FakeBroker()
+    store, handlers, broker = SentOutcomes(), Handlers(0.0, limit_by="aggregate_id", at_most=1), FakeBroker()
     # A third is for the same recipient.
     broker.publish(*(ParcelSent(number=each, aggregate_id=str(each % 3 and each)) for each in range(150)))
 

@@ -12,12 +12,15 @@ import pytest
 
 from integr8s_idem.engine.run import Run
 from integr8s_idem.engine.work import Executed, Outcome
+from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.handler import GuardedExecution
+from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Reserved, ReserveRequest
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.poison_events import PoisonEventRunner
+from tests.support.counting import SentOutcomes
 from tests.support.fake_worker import running
 from tests.support.guarded import LEASE, Guarded, guarded
 from tests.support.pipelines import (
@@ -80,6 +83,30 @@ async def test_a_suspect_that_does_not_crash_the_worker_runs_alone_and_is_handle
     assert depot.max_concurrency > 1, "the others run concurrently"
     assert broker.logs.keys() == {next(iter(broker.logs))}, "nothing was dead-lettered"
     assert here.observer.counts[Signal.ISOLATED] == 2
+
+
+@virtual_time
+async def test_outcomes_that_wait_for_others_are_sent_before_a_suspect_starts() -> None:
+    """Otherwise, work that has ended would lapse if the suspect crashes the process."""
+    store = SentOutcomes()
+    here, ended, sent_before = guarded(store), list[int](), list[int]()
+    router, broker = EventRouter(), sent(60)
+    await leave_crashes(here, 8, times=9)
+
+    @router.on(ParcelSent, name="handle")
+    async def handle(event: ParcelSent) -> None:
+        if event.number == 8:
+            sent_before.extend((len(ended), len(store.sent_at)))
+        # The first one ends 2.5 ms before the others that begin with it: so its outcome waits for them.
+        await asyncio.sleep(0.005 if event.number == 0 else 0.0075)
+        ended.append(event.number)
+
+    dispatcher = IdempotentEventDispatcher(router, here.manager)
+    async with running(dispatcher, broker, ordering="none", concurrency=8, isolation_share=1) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert len(ended) == 60
+    assert sent_before == [8, 8]
 
 
 @virtual_time
