@@ -16,7 +16,7 @@ from tests.support.counting import CountingStore, SentOutcomes
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
 from tests.support.guarded import guarded
-from tests.support.pipelines import ParcelSent, all_committed, sent
+from tests.support.pipelines import ParcelSent, all_committed, completed_parcels, sent
 
 
 class Handlers:
@@ -25,12 +25,14 @@ class Handlers:
     def __init__(self, step: float, **options: Any) -> None:
         self.ended: list[int] = []
         self.ended_at: list[float] = []
+        self.first_ended = asyncio.Event()
         self.router = EventRouter()
 
         @self.router.on(ParcelSent, **options)
         async def handle(event: ParcelSent) -> None:
             await asyncio.sleep(0.05 + (event.number if event.number < 64 else 0) * step)
             self.ended.append(event.number)
+            self.first_ended.set()
             self.ended_at.append(asyncio.get_running_loop().time())
 
 
@@ -78,6 +80,19 @@ async def test_one_free_slot_is_filled_after_a_moment() -> None:
         await worker.until(lambda: all_committed(worker))
 
     assert times["begin of the last"] - times["end of the first"] == pytest.approx(LONGEST_WAIT, rel=0.01)
+
+
+@virtual_time
+async def test_outcomes_that_wait_for_others_are_recorded_when_the_worker_stops() -> None:
+    store, handlers = SentOutcomes(), Handlers(0.001)
+    here = guarded(store)
+
+    dispatcher = IdempotentEventDispatcher(handlers.router, here.manager)
+    async with running(dispatcher, sent(400), ordering="none", concurrency=64):
+        await handlers.first_ended.wait()
+        assert store.sent_at == [], "the first outcome waits"
+
+    assert await completed_parcels(here) == set(handlers.ended)
 
 
 @virtual_time
