@@ -139,9 +139,9 @@ class Pipeline:
 
     def _schedule(self) -> None:
         """Start a batch in the next iteration of the event loop, so that it includes all deliveries of this one."""
-        if not self._ready or self._is_scheduled or self._batches >= MOST_BATCHES:
+        if not self._ready or not self._slots.free or self._is_scheduled or self._batches >= MOST_BATCHES:
             return
-        if self._slots.free and self._slots.are_few(len(self._ready)):
+        if self._slots.are_few(len(self._ready)):
             if self._waiting is None:
                 loop = asyncio.get_running_loop()
                 self._waiting = loop.call_later(LONGEST_WAIT, self._stop_waiting, context=self._context)

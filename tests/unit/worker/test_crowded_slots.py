@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import outcome_recorder
 from integr8s_idem.worker.pipeline import LONGEST_WAIT
-from tests.support.counting import CountingStore, SentOutcomes
+from tests.support.counting import CountingStore, SentOutcomes, SlowReservations
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
 from tests.support.guarded import guarded
@@ -80,6 +81,21 @@ async def test_one_free_slot_is_filled_after_a_moment() -> None:
         await worker.until(lambda: all_committed(worker))
 
     assert times["begin of the last"] - times["end of the first"] == pytest.approx(LONGEST_WAIT, rel=0.01)
+
+
+@virtual_time
+async def test_while_few_slots_are_free_one_batch_is_reserved_at_a_time() -> None:
+    store, handlers = SlowReservations(0.01), Handlers(0.001)
+
+    dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
+    async with running(dispatcher, sent(640), ordering="none", concurrency=64) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert sum(store.batch_sizes) == 640
+    # While the last batch is taken, slots are free for all that is left.
+    crowded = store.periods[:-1]
+    assert len(crowded) > 10
+    assert all(ended < begins for (_, ended), (begins, _) in itertools.pairwise(crowded))
 
 
 @virtual_time
