@@ -38,6 +38,7 @@ from integr8s_idem import (
 )
 from integr8s_idem.config import KafkaSettings, ServiceSettings
 from integr8s_idem.events import encode_event, event_headers
+from integr8s_idem.records import Completion
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.worker import ServiceWorker
@@ -48,6 +49,7 @@ KEYS: Final = (
     "kafka_noop",
     "kafka_by_hand",
     "kafka_default_order",
+    "kafka_default_order_requests",
     "kafka_1ms",
     "kafka_1ms_requests",
     "kafka_vs_raw_loop",
@@ -160,14 +162,20 @@ class Topic:
     # This library.
 
     async def idempotent(
-        self, _: float, *, service: ServiceSettings = NOOP, pause: float = 0.0, observer: Observer = SILENT
+        self,
+        _: float,
+        *,
+        service: ServiceSettings = NOOP,
+        pause: float = 0.0,
+        observer: Observer = SILENT,
+        repository: IdempotencyRepository | None = None,
     ) -> Measured:
         """Run the idempotent service in a new scope, in which all events are new."""
-        return await self._guarded(new_scope(), service, pause, observer)
+        manager = IdempotencyManager(IdempotencyConfig(), repository or self.repository, observer, scope=new_scope())
+        return await self._guarded(manager, service, pause)
 
-    async def _guarded(self, scope: str, service: ServiceSettings, pause: float, observer: Observer) -> Measured:
+    async def _guarded(self, manager: IdempotencyManager, service: ServiceSettings, pause: float = 0.0) -> Measured:
         handler = Handler(self.events, pause)
-        manager = IdempotencyManager(IdempotencyConfig(), self.repository, observer, scope=scope)
         dispatcher = IdempotentEventDispatcher(router_of(handler), manager)
         try:
             return await self.serve(dispatcher, service, handler)
@@ -243,7 +251,7 @@ class Topic:
     async def check_duplicates_are_refused(self) -> None:
         """Raise AssertionError unless a second group in the same scope finds every event completed."""
         scope = new_scope()
-        await self._guarded(scope, NOOP, 0.0, SILENT)
+        await self._guarded(IdempotencyManager(IdempotencyConfig(), self.repository, scope=scope), NOOP)
         handler = Handler(self.events)
         manager = IdempotencyManager(IdempotencyConfig(), self.repository, scope=scope)
         dispatcher = IdempotentEventDispatcher(router_of(handler), manager)
@@ -345,6 +353,21 @@ def with_start_callback(consumer: Any, begin: Callable[[], None]) -> Any:
     return consumer
 
 
+def with_small_requests(repository: Any) -> Any:
+    """Make `repository` record outcomes in requests of at most one per partition, one after another.
+
+    So small are the requests of a service that records each outcome before it handles the next event of the partition.
+    """
+    complete = repository.complete
+
+    async def complete_in_parts(completions: Sequence[Completion]) -> list[bool]:
+        parts = [completions[start : start + PARTITIONS] for start in range(0, len(completions), PARTITIONS)]
+        return [written for part in parts for written in await complete(part)]
+
+    repository.complete = complete_in_parts
+    return repository
+
+
 async def measure(options: Options, progress: Progress) -> Flat:
     """Measure each figure of this benchmark."""
     results: Flat = {}
@@ -353,7 +376,8 @@ async def measure(options: Options, progress: Progress) -> Flat:
         await topic.check_duplicates_are_refused()
         with Telemetry() as telemetry:
             sdk = SpansOfSdk()
-            for comparison in _comparisons(topic, RawRedis(env), telemetry, sdk):
+            small_requests = with_small_requests(await env.repository())
+            for comparison in _comparisons(topic, RawRedis(env), small_requests, telemetry, sdk):
                 results |= await compare(comparison, options, progress)
             if telemetry.turns:
                 telemetry.check(telemetry.turns * topic.events)
@@ -363,7 +387,9 @@ async def measure(options: Options, progress: Progress) -> Flat:
         return results | {"kafka.server": topic.server(env), "kafka.events": topic.events}
 
 
-def _comparisons(topic: Topic, redis: RawRedis, telemetry: Telemetry, sdk: SpansOfSdk) -> list[Comparison]:
+def _comparisons(
+    topic: Topic, redis: RawRedis, small_requests: IdempotencyRepository, telemetry: Telemetry, sdk: SpansOfSdk
+) -> list[Comparison]:
     async def with_telemetry(seconds: float) -> Measured:
         telemetry.turns += 1
         return await topic.idempotent(seconds, observer=telemetry.observer)
@@ -371,6 +397,7 @@ def _comparisons(topic: Topic, redis: RawRedis, telemetry: Telemetry, sdk: Spans
     noop: dict[str, Turn] = {
         "idempotent": topic.idempotent,
         "by_partition": partial(topic.idempotent, service=BY_PARTITION),
+        "small_requests": partial(topic.idempotent, repository=small_requests),
         "plain": topic.plain,
         "plain_by_hand": partial(topic.by_hand, guard=redis),
         "raw_loop": topic.raw_loop,
@@ -390,6 +417,7 @@ def _comparisons(topic: Topic, redis: RawRedis, telemetry: Telemetry, sdk: Spans
         "kafka_noop": ("idempotent", "plain"),
         "kafka_by_hand": ("plain_by_hand", "plain"),
         "kafka_default_order": ("by_partition", "idempotent"),
+        "kafka_default_order_requests": ("small_requests", "idempotent"),
         "kafka_vs_raw_loop": ("idempotent", "raw_loop"),
         "kafka_vs_faststream": ("idempotent", "faststream_ack_first"),
         "kafka_vs_faststream_ack": ("idempotent", "faststream_ack"),

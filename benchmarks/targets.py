@@ -103,6 +103,10 @@ RATIOS: Final[Mapping[str, str]] = {
     "http_by_hand": (
         "CPU time of a FastAPI endpoint that does nothing, without the guard ÷ with two redis-py calls, 32 at once"
     ),
+    "kafka_default_order_requests": (
+        "idempotent service, no-op handler, outcomes recorded in requests of at most 8, as with `ordering = "
+        '"partition"` ÷ the same, 250 per request, both `ordering = "none"`'
+    ),
     "kafka_1ms_requests": (
         "plain service whose handler awaits 1 ms and makes the two requests of this library, without a guard ÷ plain "
         "service, handler that awaits 1 ms"
@@ -116,6 +120,10 @@ RATIOS: Final[Mapping[str, str]] = {
     "faststream_guarded": "FastStream's subscriber with the guard ÷ the same without it, both `NACK_ON_ERROR`",
     "sql_inbox": "business insert and record with SQLAlchemy Core ÷ the bare driver without a guard",
     "sql_inbox_by_hand": "business insert and record with SQLAlchemy Core ÷ the bare driver with a hand-written inbox",
+    "sql_inbox_statements": (
+        "business insert and two bare statements for an inbox, without a guard ÷ business insert, both with "
+        "SQLAlchemy Core"
+    ),
 }
 """Meanings of the figures without a target."""
 
@@ -173,6 +181,7 @@ _GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
         "the previous one is recorded",
         _EFFECTS,
     ),
+    "small_requests": ("as `idempotent`", _EFFECTS),
     "one_process": ("as `idempotent`, with metrics for every event", _EFFECTS),
     "two_processes": ("as `one_process`; a process that dies is started again", _EFFECTS),
     "with_telemetry": ("as `idempotent`, with metrics for every event and spans for every tenth", _EFFECTS),
@@ -208,6 +217,7 @@ _GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
     "bare": ("the row is committed", _UNGUARDED),
     "by_hand": _KEY_TOGETHER,
     "core": ("the row is committed", _UNGUARDED),
+    "core_with_statements": _KEY_TOGETHER,
     "session": ("the row is committed", _UNGUARDED),
     "powertools_sync": (
         "`SET NX` with an expiry for crashed runs; the result is replayed",

@@ -13,7 +13,20 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import asyncpg
 from dishka import FromDishka, Provider, Scope, make_async_container
-from sqlalchemy import Column, ColumnElement, LargeBinary, MetaData, Table, Text, func, insert, select
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    bindparam,
+    func,
+    insert,
+    select,
+    update,
+)
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from benchmarks.contestants import RESULT, ensure
@@ -40,6 +53,7 @@ from integr8s_idem.integrations.dishka import (
 from integr8s_idem.records import Completed
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
+from integr8s_idem.stores.sql.driver_cursors import CompiledStatement, execute_in_transaction
 from integr8s_idem.stores.sql.schema import COMPLETED, records
 
 CONCURRENCY: Final = 16
@@ -48,6 +62,7 @@ FIGURES: Final = {
     "sql_inbox_session": ("guarded_session", "session"),
     "sql_inbox_core": ("guarded_core", "core"),
     "sql_inbox_by_hand": ("guarded_core", "by_hand"),
+    "sql_inbox_statements": ("core_with_statements", "core"),
 }
 KEYS: Final = tuple(FIGURES)
 
@@ -112,6 +127,31 @@ class Core:
     async def order(self, name: str) -> None:
         async with self._engine.begin() as connection:
             await connection.execute(insert(orders).values(id=name, of="core", note=NOTE))
+
+
+class CoreWithStatements:
+    """Core with two statements for an inbox on its connection, executed like those of the guard: its lower bound.
+
+    No lease, no attempts, no check of the payload, no expiry.
+    """
+
+    _reserve: Final = CompiledStatement(
+        postgresql.insert(inbox).values(key=bindparam("key")).on_conflict_do_nothing().returning(inbox.c.key)
+    )
+    _complete: Final = CompiledStatement(
+        update(inbox).values(result=bindparam("outcome")).where(inbox.c.key == bindparam("of")).returning(inbox.c.key)
+    )
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def order(self, name: str) -> None:
+        async with self._engine.begin() as connection:
+            if not (await execute_in_transaction(connection, self._reserve, {"key": name})).rows:
+                raise RefusedError(name)
+            await connection.execute(insert(orders).values(id=name, of="core_with_statements", note=NOTE))
+            completed = await execute_in_transaction(connection, self._complete, {"of": name, "outcome": RESULT})
+            ensure(len(completed.rows) == 1, f"{name} is not in the inbox")
 
 
 class Session:
@@ -187,7 +227,9 @@ async def place(event: OrderPlaced, session: FromDishka[AsyncSession]) -> str:
 
 Contestants: TypeAlias = Mapping[str, Contestant]
 GUARDED: Final = ("guarded_core", "guarded_session", "handler")
-BLOCKING: Final = (*GUARDED, "by_hand")
+BY_HAND: Final = ("by_hand", "core_with_statements")
+"""Contestants that write the table `inbox`."""
+BLOCKING: Final = (*GUARDED, *BY_HAND)
 """Contestants that block duplicates."""
 
 
@@ -224,6 +266,7 @@ def contestants(
         "bare": Bare(pool),
         "by_hand": ByHand(pool),
         "core": Core(engine),
+        "core_with_statements": CoreWithStatements(engine),
         "session": Session(engine),
         "guarded_core": GuardedCore(engine, manager),
         "guarded_session": GuardedSession(engine, manager),
@@ -308,7 +351,8 @@ async def _check_records(engine: AsyncEngine, placed: Mapping[str, int]) -> None
     expected = sum(placed[name] for name in GUARDED)
     ensure(stored == expected, f"{stored} records, not {expected}")
     stored = await _count(engine, inbox.c.result == RESULT)
-    ensure(stored == placed["by_hand"], f"{stored} keys in the inbox, not {placed['by_hand']}")
+    expected = sum(placed[name] for name in BY_HAND)
+    ensure(stored == expected, f"{stored} keys in the inbox, not {expected}")
 
 
 async def _count(engine: AsyncEngine, condition: ColumnElement[bool]) -> int:
