@@ -83,14 +83,14 @@ def _stages(results: Results) -> str:
 
 
 def _share(results: Results, name: str) -> float:
-    return float(results[f"cost.{name}_us"] / sum(results[f"cost.{each}_us"] for each in STAGES))
+    return float(results[f"cost.{name}_us"] / results["cost.sum_us"])
 
 
 def _order(results: Results) -> str:
     rows = []
-    for setting, name in (('"none"', "idempotent"), ('"partition"', "by_partition")):
+    for setting, name in (('"none"', "idempotent"), ('"key"', "by_key"), ('"partition"', "by_partition")):
         contestant = f"contest.kafka_noop.{name}"
-        rows.append([f"`{setting}`", *(number(results[f"{contestant}.{which}"]) for which in ("cpu_us", "us"))])
+        rows.append([f"`{setting}`", *(_optional(results, f"{contestant}.{which}") for which in ("cpu_us", "us"))])
     head = ["`ordering`", "µs of worker CPU per event", "µs per event"]
     return table(head, rows)
 
@@ -137,7 +137,7 @@ def _example(results: Results) -> str:
         ["workers by concurrency", f"{running:.0f} ÷ {EXAMPLE_CONCURRENCY}",
          f"{running / EXAMPLE_CONCURRENCY:.1f} → **{ceil(running / EXAMPLE_CONCURRENCY)}**"],
         ["Redis primaries", f"{rate} {TIMES} {redis:.0f} µs ÷ {UTILIZATION}", f"{shards:.1f} → **{ceil(shards)}**"],
-        ["Redis memory", f"{rate} {TIMES} {EXAMPLE_TTL} s {TIMES} {bytes_per_record:.0f} bytes",
+        ["Redis memory of the records", f"{rate} {TIMES} {EXAMPLE_TTL} s {TIMES} {bytes_per_record:.0f} bytes",
          f"**{EXAMPLE_RATE * EXAMPLE_TTL * bytes_per_record / 1e9:.1f} GB**"],
         ["Redis network", f"{rate} {TIMES} {network:.0f} bytes", f"**{EXAMPLE_RATE * network / 1e6:.1f} MB/s**"],
         ["partitions, `ordering = \"none\"` or `\"key\"`", "at least as many as workers", f"**{workers}** or more"],

@@ -18,9 +18,6 @@ from benchmarks.markdown import Results
 from benchmarks.tables import LATEST, ROOT
 from benchmarks.targets import TARGETS, Target
 
-MARGIN: Final = 0.1
-"""Fraction by which a figure may miss its target: two runs on one machine differ by as much."""
-
 MIN_ROUNDS: Final = 5
 
 
@@ -45,8 +42,8 @@ class Finding:
             return f"not measured: needs `{self.target.needs}`"
         if self.target.reached(self.now):
             return "ok"
-        if self.target.reached(self.now, margin=_margin(self.target)):
-            return f"within {_margin(self.target):.0%} of its target"
+        if self.target.reached(self.now, margin=self.target.margin):
+            return f"within {self.target.margin:.0%} of its target"
         return "misses its target for a known reason"
 
 
@@ -70,10 +67,6 @@ def _sample_size(results: Results, key: str) -> int:
     return number
 
 
-def _margin(target: Target) -> float:
-    return min(MARGIN, target.noise)
-
-
 def _problem(target: Target, now: float | None, before: float | None, rounds: int) -> str:
     if now is None:
         return "" if target.needs else "not measured"
@@ -81,7 +74,7 @@ def _problem(target: Target, now: float | None, before: float | None, rounds: in
         return f"has {rounds} rounds, fewer than {MIN_ROUNDS}"
     if before is not None and target.worse(now, before):
         return "is worse than the committed figure"
-    if not target.limit and not target.reached(now, margin=_margin(target)):
+    if not target.limit and not target.reached(now, margin=target.margin):
         return "misses its target"
     return ""
 

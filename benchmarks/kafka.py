@@ -50,6 +50,7 @@ KEYS: Final = (
     "kafka_by_hand",
     "kafka_default_order",
     "kafka_default_order_requests",
+    "kafka_key_order",
     "kafka_1ms",
     "kafka_1ms_requests",
     "kafka_vs_raw_loop",
@@ -73,6 +74,7 @@ ACK_ONE_IN: Final = 10
 
 NOOP: Final = ServiceSettings(ordering="none", concurrency=1_000, max_in_flight=2_000)
 BY_PARTITION: Final = ServiceSettings(ordering="partition", concurrency=1_000, max_in_flight=2_000)
+BY_KEY: Final = ServiceSettings(ordering="key", concurrency=1_000, max_in_flight=2_000)
 BY_HAND: Final = ServiceSettings(ordering="none", concurrency=64, max_in_flight=2_000)
 """Fewer handlers at once, since each of them takes a connection of redis-py."""
 ONE_MS: Final = ServiceSettings(ordering="none", concurrency=64, max_in_flight=2_000)
@@ -397,6 +399,7 @@ def _comparisons(
     noop: dict[str, Turn] = {
         "idempotent": topic.idempotent,
         "by_partition": partial(topic.idempotent, service=BY_PARTITION),
+        "by_key": partial(topic.idempotent, service=BY_KEY),
         "small_requests": partial(topic.idempotent, repository=small_requests),
         "plain": topic.plain,
         "plain_by_hand": partial(topic.by_hand, guard=redis),
@@ -417,6 +420,7 @@ def _comparisons(
         "kafka_noop": ("idempotent", "plain"),
         "kafka_by_hand": ("plain_by_hand", "plain"),
         "kafka_default_order": ("by_partition", "idempotent"),
+        "kafka_key_order": ("by_key", "idempotent"),
         "kafka_default_order_requests": ("small_requests", "idempotent"),
         "kafka_vs_raw_loop": ("idempotent", "raw_loop"),
         "kafka_vs_faststream": ("idempotent", "faststream_ack_first"),

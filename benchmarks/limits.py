@@ -9,27 +9,28 @@ LIMITS: Final[Mapping[str, str]] = {
     "single_fresh_c1": (
         "a single caller waits for every step. The two requests alone, without anything else of a guard, are "
         "`single_fresh_c1_requests`: they hardly exceed the target, which leaves nothing for key, lease, attempt and "
-        "result. Two plain commands answer sooner than two scripts. By CPU, a run takes less than two plain calls"
+        "result. By CPU, a run takes less than two plain calls"
     ),
     "single_fresh_c64": (
-        "limited by the CPU of this process, where a call costs 102 calls of Python functions: "
-        "lease, fence, token, result, and the futures with which it shares round trips"
+        "limited by this library's Python code: a call costs 102 calls of Python functions, for lease, fence, token, "
+        "result, and the futures with which it shares round trips. For the figure with native code, see "
+        "`single_fresh_c64_native`"
     ),
     "single_duplicate_c1": (
         "a single caller waits for every step. The request alone, without anything else of a guard, is "
-        "`single_duplicate_c1_requests`: it hardly exceeds the target, which leaves nothing for the key, and for "
-        "reading and replaying the result. By CPU, a duplicate takes no more than a plain call"
+        "`single_duplicate_c1_requests`: it hardly exceeds the target, which leaves next to nothing for the key, and "
+        "for reading and replaying the result. By CPU, a duplicate takes no more than a plain call"
     ),
     "single_duplicate_c64": (
-        "limited by the CPU of this process: a call costs 63 calls of Python functions. The local "
-        "memory (`local_duplicate`) saves most of it"
+        "limited by this library's Python code: a call costs 63 calls of Python functions. For the figure with native "
+        "code, see `single_duplicate_c64_native`. The local memory (`local_duplicate`) saves most of it"
     ),
     "single_fresh_c1_native": "as for `single_fresh_c1`",
     "single_fresh_c64_native": "as for `single_fresh_c64`",
     "single_duplicate_c1_native": "as for `single_duplicate_c1`",
     "local_duplicate": (
-        "limited by the CPU of this process: looking the key up and replaying its result takes some 3.5 µs. Runs on "
-        "one machine varied between 25 and 64"
+        "limited by the CPU of this process, which looks the key up and replays its result. Runs on one machine varied "
+        "between 25 and 64"
     ),
     "kafka_vs_raw_loop_native": (
         "as for `kafka_vs_raw_loop`: native code takes over decoding, keys and the encoding of requests, not the "
@@ -51,9 +52,8 @@ LIMITS: Final[Mapping[str, str]] = {
     ),
     "kafka_default_order": (
         "each outcome is recorded before the next handler of its partition starts, so a request to record outcomes "
-        "contains at most 8 of them. Such a request takes six to nine times as much CPU time per outcome as one of "
-        "250, which is what a request without an order contains: that alone is a fifth of the time of an event without "
-        "an order"
+        "contains at most 8 of them, one per partition, and the next one waits for its response. Such requests alone, "
+        "in a service without an order, are `kafka_default_order_requests`: they miss the target, too"
     ),
     "kafka_default_order_native": (
         "as for `kafka_default_order`: requests for 8 outcomes take as long with native code, while the service "
@@ -81,8 +81,9 @@ LIMITS: Final[Mapping[str, str]] = {
         "the figure depends on the broker as much as on this library"
     ),
     "telemetry_on": (
-        "limited by the OpenTelemetry SDK: its spans for a tenth of the events, made without any code of this library, "
-        "metrics or propagation, are `telemetry_bound`, and reach between 0.58 and 0.80 on their own"
+        "spans of the OpenTelemetry SDK for a tenth of the events, made without any code of this library, metrics or "
+        "propagation, are `telemetry_bound`: they alone miss the target in most runs. Metrics for every event, "
+        "propagation and this library's part of the spans take as long again"
     ),
     "processes_2": (
         "on two cores, the second worker takes its time from broker and store, and caches are shared. Runs on one "
@@ -94,22 +95,19 @@ LIMITS: Final[Mapping[str, str]] = {
         "guard, is `http_requests`: its median misses the target, too. One that is guarded by hand, with two calls of "
         "redis-py, is `http_by_hand`. FastAPI calls some 155 functions for a request that does nothing, and the "
         "guard another 160. More than half of its time is the engine's (two requests, two verdicts, lease, attempt); "
-        "the rest is the request itself: its headers, key and fingerprint, and the captured and stored response. "
-        "`manager.run` around the same application, without anything of HTTP, reaches 0.40: together they take "
-        "20 µs more than the sum of both alone"
+        "the rest is the request itself: its headers, key and fingerprint, and the captured and stored response"
     ),
     "http_guarded_native": "as for `http_guarded`: native code has no part in headers, fingerprints and responses",
     "sql_inbox_core": (
-        "two bare statements on the same connection, without any guard, reach 0.8 to 0.9: each is a round trip. The "
-        "rest is CPU time of this process: 200 function calls for key, request, verdict, savepoint and result, where "
-        "the transaction without a guard takes 350"
+        "two bare statements on the same connection, without any guard, are `sql_inbox_statements`: each is a round "
+        "trip, and they hardly exceed the target, which leaves next to nothing for key, request, verdict and result"
     ),
     "sql_inbox_session": "as for `sql_inbox_core`, with another 20 calls to get the connection from the session",
     "vs_idemkit_fresh_c64": "as for `single_fresh_c64`: limited by the CPU of this process, on both sides",
     "vs_idempotency_kit_fresh_c64": "as for `single_fresh_c64`: limited by the CPU of this process, on both sides",
     "latency_p99_ratio": (
-        "as for `single_fresh_c1`, this process and Redis use more CPU time, in which they can be preempted by other "
-        "processes of the machine"
+        "at low load a guarded call is a little slower than two plain calls (`single_fresh_c1`), and the slowest "
+        "hundredth is that of calls during which other processes of the machine ran"
     ),
 }
 """By the key of the figure."""

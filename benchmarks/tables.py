@@ -77,13 +77,11 @@ def tables(results: Results) -> dict[str, str]:
 
 def latest_tables(results: Results) -> dict[str, str]:
     """Format the figures and their contestants, by the names of their markers."""
-    missed_keys = missed(results)
-    bounds = {key: target for key, target in TARGETS.items() if not (target.limit and key in missed_keys)}
     meanings = {**RATIOS, **{key: target.meaning for key, target in TARGETS.items()}}
     return {
         "figures": _table(
             ["figure", "meaning", "target", "measured", "by CPU", "this library", "partner"],
-            [[f"`{key}`", target.meaning, bounds.get(key, ""), _latest(results, key), *_costs(results, key)]
+            [[f"`{key}`", target.meaning, target, _latest(results, key), *_costs(results, key)]
              for key, target in TARGETS.items() if key in results]
             + [[f"`{key}`", meaning, "", _spread_of(results, key), *_costs(results, key)]
                for key, meaning in RATIOS.items() if key in results],
@@ -117,9 +115,9 @@ def missed(results: Results) -> list[str]:
 
 
 def _limits(results: Results) -> str:
-    """List the targets that were dropped, with the reasons."""
+    """List the targets that are missed, with the reasons."""
     limits = [f"- `{key}`, {TARGETS[key]}: {TARGETS[key].limit}" for key in missed(results) if TARGETS[key].limit]
-    return "\n".join(["", "", "Targets that were dropped, and what forbids them:", "", *limits]) if limits else ""
+    return "\n".join(["", "", "Missed targets, and why:", "", *limits]) if limits else ""
 
 
 def _benchmarks(results: Results) -> list[str]:
@@ -143,8 +141,14 @@ def _costs(results: Results, key: str) -> list[str]:
 
 
 def _latest(results: Results, key: str) -> str:
-    is_red = not TARGETS[key].limit and not TARGETS[key].reached(results[key])
-    return _spread_of(results, key) + (" ✗" if is_red else "")
+    target, value = TARGETS[key], results[key]
+    if target.reached(value):
+        mark = ""
+    elif target.reached(value, margin=target.margin):
+        mark = " ≈"
+    else:
+        mark = " †" if target.limit else " ✗"
+    return _spread_of(results, key) + mark
 
 
 def _spread_of(results: Results, key: str) -> str:

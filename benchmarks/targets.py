@@ -8,6 +8,9 @@ from typing import Final
 
 from benchmarks.limits import LIMITS
 
+MARGIN: Final = 0.1
+"""Fraction by which a figure may miss its target: two runs on one machine differ by as much."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -27,6 +30,11 @@ class Target:
     def reached(self, value: float, *, margin: float = 0.0) -> bool:
         """Whether `value` reaches the target, or misses it by at most the fraction `margin`."""
         return value <= self.bound * (1 + margin) if self.at_most else value >= self.bound * (1 - margin)
+
+    @property
+    def margin(self) -> float:
+        """Fraction by which the figure may miss the target."""
+        return min(MARGIN, self.noise)
 
     def worse(self, now: float, before: float) -> bool:
         """Whether `now` is worse than `before` by more than the noise."""
@@ -107,6 +115,7 @@ RATIOS: Final[Mapping[str, str]] = {
         "idempotent service, no-op handler, outcomes recorded in requests of at most 8, as with `ordering = "
         '"partition"` ÷ the same, 250 per request, both `ordering = "none"`'
     ),
+    "kafka_key_order": 'idempotent service with `ordering = "key"`, a key for each event ÷ with `"none"`',
     "kafka_1ms_requests": (
         "plain service whose handler awaits 1 ms and makes the two requests of this library, without a guard ÷ plain "
         "service, handler that awaits 1 ms"
@@ -181,6 +190,7 @@ _GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
         "the previous one is recorded",
         _EFFECTS,
     ),
+    "by_key": ("as `by_partition`, in order within each key", _EFFECTS),
     "small_requests": ("as `idempotent`", _EFFECTS),
     "one_process": ("as `idempotent`, with metrics for every event", _EFFECTS),
     "two_processes": ("as `one_process`; a process that dies is started again", _EFFECTS),

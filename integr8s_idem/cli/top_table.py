@@ -141,8 +141,10 @@ def _width(table: Table, width: int) -> int:
 
 def _reasons(snapshot: FleetSnapshot) -> Iterator[Text]:
     native_code = {row.worker: row.native_code for row in snapshot.rows if row.native_code is not None}
-    if native_code:
-        yield Text(f"native code is used by {sum(native_code.values())} of {len(native_code)} workers", style="dim")
+    processes = {worker.worker: worker.processes for worker in snapshot.workers if worker.worker in native_code}
+    if processes:
+        using = sum(number for worker, number in processes.items() if native_code[worker])
+        yield Text(f"native code is used by {using} of {sum(processes.values())} workers", style="dim")
     for worker in snapshot.workers:
         if not worker.is_up:
             yield Text(printable(f"{worker.worker} down: {worker.reason}"), style=_FAILING)

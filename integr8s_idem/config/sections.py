@@ -196,7 +196,10 @@ class ServiceSettings(Section):
     """Maximum share of the time, at least 0.01, for isolated runs of events that may have crashed workers.  0 disables
     them: each crash counts toward max_attempts."""
     isolation_seconds: Annotated[float, Field(gt=0, le=86_400), NOT_BOOL] = 30
-    """Maximum time to wait for running handlers, and for the isolated run that follows."""
+    """Maximum time to wait for running handlers, and for the isolated run that follows.
+
+    A run that takes longer runs on in addition to `concurrency` others.
+    """
     on_in_progress: OnInProgress | None = None
     """Overrides [idempotency] for this service."""
     on_failure: OnFailure | None = None

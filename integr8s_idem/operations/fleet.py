@@ -225,6 +225,8 @@ class _Worker:
         before, self._last = self._last, now
         has_restarted = before is not None and _has_restarted(before, now)
         self._restarts += has_restarted
+        if before is not None and not has_restarted:
+            self._restarts += max(0, now.restarts - before.restarts)
         names = sorted({*now.services, *now.readiness})
         rows = [self._row(name, now, before, has_restarted) for name in names]
         return WorkerSnapshot(self._name, rows, restarts=self._restarts, processes=now.processes)

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from integr8s_idem._util.escaping import shown
 from integr8s_idem.operations.worker_addresses import Endpoint, host_and_port
 from integr8s_idem.telemetry import Gauge, Signal
-from integr8s_idem.telemetry.merged_metrics import WORKER_PROCESSES
+from integr8s_idem.telemetry.merged_metrics import RESTARTS, WORKER_PROCESSES
 from integr8s_idem.telemetry.observe_metrics import OBSERVATIONS, OBSERVED_GAP
 
 MAX_BYTES: Final = 64 * 1024 * 1024
@@ -27,7 +27,8 @@ MAX_BYTES: Final = 64 * 1024 * 1024
 _CHUNK: Final = 64 * 1024
 _HEADERS: Final = [("accept", "text/plain;version=0.0.4"), ("user-agent", "integr8s-idem"), ("connection", "close")]
 _START_TIME: Final = "process_start_time_seconds"
-_OF_PROCESS: Final = frozenset({_START_TIME, WORKER_PROCESSES})
+_RESTARTS: Final = f"{RESTARTS}_total"
+_OF_PROCESS: Final = frozenset({_START_TIME, WORKER_PROCESSES, _RESTARTS})
 """Metrics that belong to no service."""
 _COUNTERS: Final = {f"{signal.value}_total": signal for signal in Signal}
 _GAUGES: Final = {gauge.value: gauge for gauge in Gauge}
@@ -76,6 +77,8 @@ class Scrape:
     """Readiness by service; empty if it is not reported."""
     processes: int = 1
     """Number of running processes: more than one if a supervisor answers."""
+    restarts: int = 0
+    """How often the supervisor has restarted a process."""
 
 
 async def scrape(endpoint: Endpoint, *, timeout: float) -> Scrape:
@@ -94,8 +97,8 @@ async def scrape(endpoint: Endpoint, *, timeout: float) -> Scrape:
     of_process, services = await asyncio.to_thread(parse_metrics, page.decode(errors="replace"))
     if not services and not readiness:
         raise ScrapeError("the endpoint answers, but has no metrics of integr8s-idem")
-    processes = int(of_process.get(WORKER_PROCESSES, 1))
-    return Scrape(at, of_process.get(_START_TIME), services, readiness, processes)
+    processes, restarts = int(of_process.get(WORKER_PROCESSES, 1)), int(of_process.get(_RESTARTS, 0))
+    return Scrape(at, of_process.get(_START_TIME), services, readiness, processes, restarts)
 
 
 def parse_metrics(page: str) -> tuple[dict[str, float], dict[str, ServiceMetrics]]:

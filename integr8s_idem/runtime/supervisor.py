@@ -177,6 +177,7 @@ class Supervisor:
             async with asyncio.TaskGroup() as slots:
                 for slot in self._slots:
                     slots.create_task(self._occupy(slot))
+        logger.info("all worker processes have ended; exit status %d", self._status)
         return self._status
 
     def stop(self) -> None:

@@ -278,8 +278,10 @@ class Conclusions:
         self.attempt(item, partial(suspects.run, execution, run, closing, self._circuit.wait_out, with_others), run)
 
     async def _run_with_others(self, delivery: Delivery, run_once: RunOnce) -> FirstOutcome:
-        isolation, closing = self._processor.isolation, delivery.assignment.closing
-        async with self._processor.slots:
+        slots, isolation, closing = self._processor.slots, self._processor.isolation, delivery.assignment.closing
+        if not await slots.acquire(unless=closing):
+            raise AbandonedError
+        try:
             await isolation.wait_until_open(unless=closing)
             if closing.done():
                 raise AbandonedError
@@ -288,6 +290,8 @@ class Conclusions:
                 return await run_once()
             finally:
                 isolation.leave()
+        finally:
+            slots.release()
 
     def verify(self, delivery: Delivery, replay: UnverifiedReplay) -> None:
         """Verify a replay with the store, and handle its executions."""

@@ -58,6 +58,12 @@ logger = logging.getLogger(__name__)
 STALLED_AFTER: Final = 60.0
 """Seconds without a finished poll, in addition to those of a rebalance, after which the worker is not live."""
 
+_NOT_READY: Final = {
+    "starting": "waits until the group assigns partitions to its workers",
+    "draining": "draining: waits for running handlers",
+}
+"""Why a live service is not ready, by its state, unless there is a more specific reason."""
+
 LAST_GRACE: Final = 5.0
 """Seconds that cancelled handlers have to clean up."""
 
@@ -254,7 +260,7 @@ class ServiceWorker:
         silent = time.monotonic() - self._poller.last_poll if self._poller is not None else 0.0
         live = self._phase != "failed" and silent < self._longest_poll + WATCH_SECONDS
         ready = self._state == "running" and self._circuit.is_available
-        reason = self._why or ("" if live else f"no poll has finished for {silent:.0f} s")
+        reason = self._why or (_NOT_READY.get(self._state, "") if live else f"no poll has finished for {silent:.0f} s")
         return ServiceHealth(self.name, live, ready, reason)
 
     @property

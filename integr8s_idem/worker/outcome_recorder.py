@@ -20,7 +20,7 @@ MOST_TURNS: Final = 5
 """Iterations of the event loop for which outcomes wait for others, while more handlers are about to run."""
 
 LONGEST_WAIT: Final = 0.003
-"""Seconds for which outcomes wait for others, while nearly all slots are in use.  Handlers that wait for something end
+"""Seconds for which outcomes wait for others, while few slots are free.  Handlers that wait for something end
 one by one, and each would cause a request.  No slot waits for the outcomes, nor does a delivery that is known when the
 wait begins."""
 

@@ -43,8 +43,8 @@ MOST_BATCHES: Final = 2
 """Maximum concurrent batches: one waits for the store while the next is decoded."""
 
 LONGEST_WAIT: Final = 0.001
-"""Seconds that a batch waits for free slots while few are free, so that its round trip serves several handlers.
-Handlers that take longer than a few of them do not miss those."""
+"""Seconds that a batch waits for free slots while few are free, so that its round trip serves several handlers.  It is
+short compared with handlers that would otherwise keep the slots busy (decision 42)."""
 
 
 class Pipeline:
@@ -128,11 +128,7 @@ class Pipeline:
             self._left(delivery)
         ready, self._ready = self._ready, deque()
         for each in ready:
-            delivery = each if isinstance(each, Delivery) else each.delivery
-            if delivery.assignment.closed:
-                self._drop(each)
-            else:
-                self._ready.append(each)
+            self._make_ready(each)
         self._ahead.release_closed()
 
     # Batches.
@@ -165,8 +161,12 @@ class Pipeline:
         self._runners.start()
         self._schedule()
 
-    def _make_ready(self, item: WorkItem) -> None:
-        self._ready.append(item)
+    def _make_ready(self, each: Delivery | WorkItem) -> None:
+        delivery = each if isinstance(each, Delivery) else each.delivery
+        if delivery.assignment.closed:
+            self._drop(each)  # no slot may become free before the assignment must have ended
+            return
+        self._ready.append(each)
         self._schedule()
 
     def _begin_batch(self) -> None:

@@ -8,17 +8,16 @@ from collections.abc import Callable
 from typing import Final
 
 SHARE: Final = 4
-"""Few slots are free if fewer than one in four is."""
+"""Few slots are free if less than one in so many is."""
 
 ENOUGH: Final = 64
-"""As many free slots are not few, however many there are."""
+"""So many free slots are not few, even if a larger number is in use."""
 
 
 class Slots:
-    """A semaphore that wakes its waiters in order, in constant time.
+    """A semaphore whose free slots the pipeline counts and takes itself; a task that runs alone waits for one.
 
-    `asyncio.Semaphore` searches all waiters for the next one to wake.  With a thousand waiters, this took most of a
-    worker's time.
+    It wakes its waiters in order, in constant time: `asyncio.Semaphore` searches all of them for the next one to wake.
     """
 
     def __init__(self, number: int) -> None:
@@ -33,31 +32,27 @@ class Slots:
         """Call `callback` whenever slots are released that nobody waits for."""
         self._notify = callback
 
-    def try_acquire(self) -> bool:
-        """Acquire a slot without waiting; return `False` if none is free."""
-        if not self.free:
-            return False
-        self.free -= 1
-        return True
-
     def are_few(self, wanted: int) -> bool:
         """Whether few slots are free, and more are wanted."""
         return self.free < self._few and self.free < wanted
 
-    async def __aenter__(self) -> None:
-        if self.try_acquire():
-            return
+    async def acquire(self, *, unless: asyncio.Future[None]) -> bool:
+        """Acquire a slot, after those that waited before; return `False` if `unless` is done first."""
+        if unless.done():
+            return False
+        if self.free:
+            self.free -= 1
+            return True
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
+        is_acquired = False
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.release()  # the slot was passed to this task just before it was cancelled
-            raise
-
-    async def __aexit__(self, *_: object) -> None:
-        self.release()
+            await asyncio.wait({turn, unless}, return_when=asyncio.FIRST_COMPLETED)
+            is_acquired = turn.done() and not unless.done()
+        finally:
+            if not is_acquired and not turn.cancel():
+                self.release()  # the slot was passed to this task in the meantime
+        return is_acquired
 
     def release(self, number: int = 1) -> None:
         """Pass slots directly to the first waiters, so that nobody else can acquire them in between."""

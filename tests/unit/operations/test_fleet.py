@@ -209,6 +209,23 @@ def test_a_restart_without_a_start_time_is_detected_by_a_decreasing_counter() ->
     assert again.restarts == 1
 
 
+def test_restarts_by_a_supervisor_are_counted() -> None:
+    worker = _Worker("w:1")
+    worker.answered(replace(scrape(10.0, 500), processes=2, restarts=3))
+
+    again = worker.answered(replace(scrape(12.0, 700), processes=2, restarts=5))
+
+    assert again.restarts == 2
+    assert handled_per_second(again) == 100.0
+
+
+def test_a_restarted_supervisor_is_one_restart() -> None:
+    worker = _Worker("w:1")
+    worker.answered(replace(scrape(10.0, 500), processes=2, restarts=3))
+
+    assert worker.answered(replace(scrape(12.0, 8, started_at=1_011.0), processes=2)).restarts == 1
+
+
 def test_a_new_service_counts_from_zero() -> None:
     worker = _Worker("w:1")
     worker.answered(replace(scrape(10.0), services={"audit": ServiceMetrics()}, readiness={}))
@@ -405,14 +422,16 @@ def test_what_counts_as_an_error_is_nothing_that_a_healthy_service_does() -> Non
     assert not healthy & set(ERRORS)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize(("reported", "expected"), [(1, True), (0, False)])
-def test_the_table_and_its_json_say_which_code_workers_use(reported: int, expected: bool) -> None:
+def test_the_table_and_its_json_say_which_code_workers_use(reported: int, expected: bool, processes: int) -> None:
     silent = WorkerSnapshot("old:9464", [ServiceRow("billing", "old:9464", "ready", figures=Figures())])
-    snapshot = FleetSnapshot([_Worker("new:9464").answered(scrape(1.0, native_code=reported)), silent])
+    answer = replace(scrape(1.0, native_code=reported), processes=processes)
+    snapshot = FleetSnapshot([_Worker("new:9464").answered(answer), silent])
 
     console = Console(file=StringIO(), width=200)
     console.print(fleet_table(snapshot, 200))
 
     assert [worker["services"][0]["native_code"] for worker in snapshot.as_json()["workers"]] == [expected, None]
     assert isinstance(console.file, StringIO)
-    assert f"native code is used by {reported} of 1 workers" in console.file.getvalue()
+    assert f"native code is used by {reported * processes} of {processes} workers" in console.file.getvalue()
