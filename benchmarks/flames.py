@@ -94,7 +94,8 @@ def _box(name: str, share: float, left: float, width: float, row: int) -> str:
     _, color = next(area for start, area in AREAS.items() if name.partition(" (")[2].startswith(start))
     characters = int((width - 4) / CHARACTER)
     short = name.partition(" (")[0]
-    text = f'<text x="{left + 2:.1f}" y="{top + 12}">{escape(short[:characters])}</text>' if characters > 2 else ""
+    label = short if len(short) <= characters else f"{short[: characters - 1]}…"
+    text = f'<text x="{left + 2:.1f}" y="{top + 12}">{escape(label)}</text>' if characters > 2 else ""
     return (
         f'<g><title>{escape(name)} {share:.1%}</title><rect x="{left:.1f}" y="{top}" width="{width:.1f}" '
         f'height="{ROW - 1}" fill="{color}" stroke="#ffffff" stroke-width="0.5"/>{text}</g>'

@@ -8,7 +8,7 @@ from typing import Final
 LIMITS: Final[Mapping[str, str]] = {
     "single_fresh_c1": (
         "a single caller waits for every step. The two requests alone, without anything else of a guard, are "
-        "`single_fresh_c1_requests`: they hardly exceed the target, which leaves nothing for key, lease, attempt and "
+        "`single_fresh_c1_requests`: they hardly reach the target, which leaves nothing for key, lease, attempt and "
         "result. By CPU, a run takes less than two plain calls"
     ),
     "single_fresh_c64": (
@@ -18,8 +18,8 @@ LIMITS: Final[Mapping[str, str]] = {
     ),
     "single_duplicate_c1": (
         "a single caller waits for every step. The request alone, without anything else of a guard, is "
-        "`single_duplicate_c1_requests`: it hardly exceeds the target, which leaves next to nothing for the key, and "
-        "for reading and replaying the result. By CPU, a duplicate takes no more than a plain call"
+        "`single_duplicate_c1_requests`: it hardly reaches the target, which leaves next to nothing for the key, and "
+        "for reading and replaying the result. By CPU, a duplicate takes about as much as a plain call"
     ),
     "single_duplicate_c64": (
         "limited by this library's Python code: a call costs 63 calls of Python functions. For the figure with native "
@@ -92,15 +92,16 @@ LIMITS: Final[Mapping[str, str]] = {
     "growth_2m": "a larger table misses the processor's caches more often",
     "http_guarded": (
         "limited by the CPU of this process. An endpoint that makes the two requests, without anything else of a "
-        "guard, is `http_requests`: its median misses the target, too. One that is guarded by hand, with two calls of "
-        "redis-py, is `http_by_hand`. FastAPI calls some 155 functions for a request that does nothing, and the "
-        "guard another 160. More than half of its time is the engine's (two requests, two verdicts, lease, attempt); "
-        "the rest is the request itself: its headers, key and fingerprint, and the captured and stored response"
+        "guard, is `http_requests`: it misses the target in some runs, and hardly exceeds it in others. One that is "
+        "guarded by hand, with two calls of redis-py, is `http_by_hand`. FastAPI calls some 155 functions for a "
+        "request that does nothing, and the guard another 160. More than half of its time is the engine's (two "
+        "requests, two verdicts, lease, attempt); the rest is the request itself: its headers, key and fingerprint, "
+        "and the captured and stored response"
     ),
     "http_guarded_native": "as for `http_guarded`: native code has no part in headers, fingerprints and responses",
     "sql_inbox_core": (
         "two bare statements on the same connection, without any guard, are `sql_inbox_statements`: each is a round "
-        "trip, and they hardly exceed the target, which leaves next to nothing for key, request, verdict and result"
+        "trip, and they hardly reach the target, which leaves nothing for key, request, verdict and result"
     ),
     "sql_inbox_session": "as for `sql_inbox_core`, with another 20 calls to get the connection from the session",
     "vs_idemkit_fresh_c64": "as for `single_fresh_c64`: limited by the CPU of this process, on both sides",
