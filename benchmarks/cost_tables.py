@@ -90,7 +90,7 @@ def _order(results: Results) -> str:
     rows = []
     for setting, name in (('"none"', "idempotent"), ('"key"', "by_key"), ('"partition"', "by_partition")):
         contestant = f"contest.kafka_noop.{name}"
-        rows.append([f"`{setting}`", *(_optional(results, f"{contestant}.{which}") for which in ("cpu_us", "us"))])
+        rows.append([f"`{setting}`", *(number(results[f"{contestant}.{which}"]) for which in ("cpu_us", "us"))])
     head = ["`ordering`", "µs of worker CPU per event", "µs per event"]
     return table(head, rows)
 

@@ -164,7 +164,7 @@ class Pipeline:
     def _make_ready(self, each: Delivery | WorkItem) -> None:
         delivery = each if isinstance(each, Delivery) else each.delivery
         if delivery.assignment.closed:
-            self._drop(each)  # no slot may become free before the assignment must have ended
+            self._drop(each)  # it would wait for a slot, which may not become free while others hang
             return
         self._ready.append(each)
         self._schedule()

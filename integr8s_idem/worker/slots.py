@@ -15,7 +15,7 @@ ENOUGH: Final = 64
 
 
 class Slots:
-    """A semaphore whose free slots the pipeline counts and takes itself; a task that runs alone waits for one.
+    """A semaphore whose free slots the pipeline counts and takes itself; a suspect that runs with others waits for one.
 
     It wakes its waiters in order, in constant time: `asyncio.Semaphore` searches all of them for the next one to wake.
     """

@@ -219,6 +219,15 @@ def test_restarts_by_a_supervisor_are_counted() -> None:
     assert handled_per_second(again) == 100.0
 
 
+def test_the_metrics_of_a_supervisor_belong_to_no_service() -> None:
+    of_process, services = parse_metrics(
+        "idempotency_worker_processes 2.0\nidempotency_worker_process_restarts_total 5.0\n"
+    )
+
+    assert of_process == {"idempotency_worker_processes": 2.0, "idempotency_worker_process_restarts_total": 5.0}
+    assert services == {}
+
+
 def test_a_restarted_supervisor_is_one_restart() -> None:
     worker = _Worker("w:1")
     worker.answered(replace(scrape(10.0, 500), processes=2, restarts=3))

@@ -467,6 +467,32 @@ async def test_a_worker_stops_while_its_group_does_not_respond() -> None:
 
 
 @virtual_time
+async def test_a_worker_says_why_it_is_not_ready() -> None:
+    broker, may_end, has_begun = FakeBroker(), asyncio.Event(), asyncio.Event()
+    broker.publish(OrderPlaced(order_id="first"))
+
+    async def handle(event: OrderPlaced) -> None:
+        has_begun.set()
+        await may_end.wait()
+
+    async with running(dispatcher_of(handle), broker) as worker:
+        starting = worker.worker.health()
+        await has_begun.wait()
+        running_health = worker.worker.health()
+        worker.worker.stop()
+        await asyncio.sleep(1)
+        draining = worker.worker.health()
+        may_end.set()
+
+    found = [(health.live, health.ready, health.reason) for health in (starting, running_health, draining)]
+    assert found == [
+        (True, False, "waits until the group assigns partitions to its workers"),
+        (True, True, ""),
+        (True, False, "draining: waits for running handlers"),
+    ]
+
+
+@virtual_time
 async def test_a_partition_assigned_while_draining_is_not_handled() -> None:
     broker, handled = FakeBroker(), list[str]()
     broker.publish(OrderPlaced(order_id="first"))
