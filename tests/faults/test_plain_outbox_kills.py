@@ -6,9 +6,10 @@ import asyncio
 import random
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGKILL
 
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -17,6 +18,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from integr8s_idem.stores.sql import metadata, migrate, sql_engine
+from integr8s_idem.stores.sql.engine import reading
 from integr8s_idem.stores.sql.schema import buckets, outbox
 from tests.support.databases import KINDS, url_of
 from tests.support.kafka import Kafka
@@ -39,10 +41,13 @@ class Shop:
     kafka: Kafka
     prefix: str
     folder: Path
+    writers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    relays: list[ServiceProcess] = field(default_factory=list)
 
     def writer(self, *keys: str, last: int = ENOUGH) -> subprocess.Popen[bytes]:
         arguments = [self.url, self.prefix, str(last), *keys]
-        return subprocess.Popen([sys.executable, "-m", "tests.support.outbox_writer", *arguments])
+        self.writers.append(subprocess.Popen([sys.executable, "-m", "tests.support.outbox_writer", *arguments]))
+        return self.writers[-1]
 
     def relay(self, *options: str) -> ServiceProcess:
         (self.folder / "settings.toml").write_text(
@@ -51,7 +56,9 @@ class Shop:
             "[telemetry]\nmetrics_enabled = false\n"
         )
         settings = f"--settings={self.folder / 'settings.toml'}"
-        return ServiceProcess(settings, *options, command="relay", log=self.folder / "relay.log")
+        log = self.folder / f"relay-{len(self.relays)}.log"
+        self.relays.append(ServiceProcess(settings, *options, command="relay", log=log))
+        return self.relays[-1]
 
     def _place(self) -> str:
         if self.engine.dialect.name == "sqlite":
@@ -60,16 +67,34 @@ class Shop:
 
     async def count(self) -> int:
         """Return how many orders are committed."""
-        async with self.engine.connect() as connection:
+        async with reading(self.engine) as connection:
             return int(await connection.scalar(text("SELECT count(*) FROM placed")) or 0)
 
     async def waiting(self) -> int:
-        async with self.engine.connect() as connection:
+        async with reading(self.engine) as connection:
             return int(await connection.scalar(select(func.count()).select_from(outbox)) or 0)
 
     async def confirmed(self) -> int:
-        """Return how many events relays have deleted because the broker has confirmed them."""
+        """Return at least how many events relays have deleted because the broker has confirmed them."""
         return await self.count() - await self.waiting()
+
+    async def wait_until(self, condition: Callable[[], Awaitable[bool]]) -> None:
+        """Wait for other processes to make `condition` true.
+
+        Raises:
+            AssertionError: A writer failed, a relay ended, or two minutes passed; the message has the relays' output.
+        """
+        try:
+            async with asyncio.timeout(120):
+                while not await condition():  # the processes send no notification
+                    assert all(writer.poll() in {None, 0, -SIGKILL} for writer in self.writers), self._output()
+                    assert all(relay.status in {None, -SIGKILL} for relay in self.relays), self._output()
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"not true in two minutes: {condition.__qualname__}\n{self._output()}") from None
+
+    def _output(self) -> str:
+        return "\n".join(f"relay {relay.pid} ({relay.status}):\n{relay.output}" for relay in self.relays)
 
     async def end_claims(self) -> None:
         """Let the claims of dead relays end, which takes a minute otherwise."""
@@ -78,7 +103,7 @@ class Shop:
 
     async def placed(self) -> dict[str, list[str]]:
         """Return the event ids of the committed orders of each key, in their order."""
-        async with self.engine.connect() as connection:
+        async with reading(self.engine) as connection:
             rows = await connection.execute(text("SELECT order_key, event_id FROM placed ORDER BY order_key, number"))
             found: dict[str, list[str]] = {}
             for key, event_id in rows:
@@ -122,8 +147,11 @@ async def shop(request: pytest.FixtureRequest, kafka: Kafka, topic_prefix: str, 
 
 async def count_reaches(shop: Shop, count: int) -> None:
     """Wait until so many orders are committed."""
-    while await shop.count() < count:  # noqa: ASYNC110  # another process counts
-        await asyncio.sleep(0.02)
+
+    async def reached() -> bool:
+        return await shop.count() >= count
+
+    await shop.wait_until(reached)
 
 
 def kill(*processes: subprocess.Popen[bytes]) -> None:
@@ -143,14 +171,19 @@ async def suspend(shop: Shop, relay: ServiceProcess) -> None:
             break
         except DBAPIError:
             relay.continue_signal()
+            # If it was stopped again at once, its transaction would never end.
+            await shop.end_claims()
     await impatient.dispose()
 
 
 async def more_is_confirmed(shop: Shop) -> None:
     """Wait until a relay has published more events."""
-    confirmed = await shop.confirmed()
-    while await shop.confirmed() <= confirmed:  # noqa: ASYNC110  # another process counts
-        await asyncio.sleep(0.02)
+    before = await shop.confirmed()
+
+    async def confirmed() -> bool:
+        return await shop.confirmed() > before
+
+    await shop.wait_until(confirmed)
 
 
 async def drain(shop: Shop) -> None:

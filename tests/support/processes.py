@@ -64,6 +64,11 @@ class ServiceProcess:
         return self._process.poll() is None
 
     @property
+    def status(self) -> int | None:
+        """Return the exit status, or `None` while it runs."""
+        return self._process.poll()
+
+    @property
     def output(self) -> str:
         """Return the output of this process so far."""
         return self.log.read_bytes()[self._said_before :].decode(errors="replace")
