@@ -16,7 +16,9 @@ MODULE: Final = "integr8s_idem_speedups"
 INTERFACE: Final = 4
 """The interface of the module that this version uses."""
 VARIABLE: Final = "INTEGR8S_IDEM_SPEEDUPS"
-"""Environment variable that disables the native code if it is `off`."""
+"""Environment variable that disables the native code if it is one of `_OFF`."""
+_OFF: Final = frozenset({"off", "false", "no", "0"})
+"""What settings take for false as well."""
 
 
 class Speedups(NamedTuple):
@@ -32,8 +34,9 @@ class Speedups(NamedTuple):
 
 def load() -> Speedups:
     """Import the module unless it is disabled."""
-    if os.environ.get(VARIABLE, "").lower() == "off":
-        return Speedups(None, f"Python, since {VARIABLE}=off")
+    given = os.environ.get(VARIABLE, "")
+    if given.strip().lower() in _OFF:
+        return Speedups(None, f"Python, since {VARIABLE}={given}")
     try:
         module = importlib.import_module(MODULE)
     except ModuleNotFoundError as error:

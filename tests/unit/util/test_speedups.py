@@ -58,11 +58,12 @@ def test_native_code_with_the_same_interface_is_used(monkeypatch: pytest.MonkeyP
     assert finding.what == "this installation uses native, integr8s-idem-speedups 0.2.0"
 
 
-def test_native_code_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("off", ["off", "OFF", "false", "no", "0"])
+def test_native_code_can_be_disabled(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, MODULE, module(INTERFACE=INTERFACE, __version__="0.2.0"))
-    monkeypatch.setenv(VARIABLE, "off")
+    monkeypatch.setenv(VARIABLE, off)
 
-    assert load() == (None, "Python, since INTEGR8S_IDEM_SPEEDUPS=off", "")
+    assert load() == (None, f"Python, since INTEGR8S_IDEM_SPEEDUPS={off}", "")
     assert Settings() is not None, "the variable is not a setting"
 
 
