@@ -210,6 +210,15 @@ async def _reserve() -> str:
     return "r-1"
 
 
+@pytest.mark.parametrize("arguments", [(), APP], ids=["all keys", "application"])
+@pytest.mark.parametrize("name", ["1;2", "order_placed:1;2"])
+def test_an_id_that_ends_like_a_generation_is_found(desk: Desk, name: str, arguments: tuple[str, ...]) -> None:
+    desk.take(event("1;2"))
+    desk.take(event("1"))
+
+    assert [one["label"] for one in desk.explained(name, *arguments)["records"]] == ["order_placed:1;2"]
+
+
 def test_a_corrupt_record_is_listed_and_explained(tmp_path: Path, redis_url: str) -> None:
     desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"')
     desk.fill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from integr8s_idem.config import IdempotencyConfig, Settings
@@ -127,11 +128,15 @@ class Explainer:
 
     def _by_repository(self, text: str) -> list[tuple[IdempotencyRepository, list[RecordPlace]]]:
         name, generation = split_generation(text)
-        return [
-            (service.repository, list(service.places(name, generation or 0)))
-            for service in self._services
-            if service.repository is not None
-        ]
+        asked = []
+        for service in self._services:
+            if service.repository is None:
+                continue
+            places = list(service.places(name, generation or 0))
+            if generation is not None:  # which an id may only seem to end with
+                places += [replace(place, expected=False) for place in service.places(text, 0)]
+            asked.append((service.repository, places))
+        return asked
 
     async def _places(self, answer: Explanation, *asked: tuple[IdempotencyRepository, Sequence[RecordPlace]]) -> None:
         missing: list[RecordPlace] = []

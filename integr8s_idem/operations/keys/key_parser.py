@@ -85,10 +85,13 @@ def split_generation(name: str) -> tuple[str, int | None]:
 
 def matches_name(parsed: ParsedKey, text: str) -> bool:
     """Return whether `text` names this key: an id, a label, a caller's key or the end of a full key."""
+    names = (parsed.value, f"{parsed.event_type}:{parsed.value}") if parsed.value else ()
+    if text in names:  # also an id that ends like a generation
+        return True
     name, generation = split_generation(text)
     if generation is not None and generation != parsed.generation:
         return False
-    if name in (parsed.value, f"{parsed.event_type}:{parsed.value}") and parsed.value:
+    if name in names:
         return True
     return parsed.unit == name or parsed.unit.endswith(f":{name}")
 

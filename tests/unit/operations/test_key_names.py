@@ -71,6 +71,7 @@ def test_an_unknown_format_has_only_a_value(full: str) -> None:
 
 
 @example(scope="0", handler="0", event_type="0", value="#", generation=0)
+@example(scope="0", handler="0", event_type="0", value=";1", generation=0)
 @given(scope=WORDS, handler=WORDS, event_type=WORDS, value=WORDS, generation=st.integers(0, 999))
 def test_every_part_of_a_key_is_parsed(scope: str, handler: str, event_type: str, value: str, generation: int) -> None:
     space = KeySpace("idempotency", scope)
