@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
@@ -91,8 +92,8 @@ class RecordedSpans(Sequence[RecordedSpan]):
     """Spans that have ended, in the order in which they began."""
 
     def __init__(self, spans: Iterable[ReadableSpan]) -> None:
-        """Connect spans of the OpenTelemetry SDK with their parents and links."""
-        ended = sorted(spans, key=lambda span: span.start_time or 0)
+        """Connect spans of the OpenTelemetry SDK, in the order in which they began, with their parents and links."""
+        ended = list(spans)
         by_id = {span.context.span_id: _span_of(span) for span in ended if span.context is not None}
         self._spans = list(by_id.values())
         for span, made in zip(ended, self._spans, strict=True):
@@ -143,7 +144,9 @@ class SpanRecorder:
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
+        self._order = _StartOrder()
         self.provider = TracerProvider(shutdown_on_exit=False)
+        self.provider.add_span_processor(self._order)
         self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
 
     def observer(self, service: str, *, group: str | None = None, span_keys: bool = False) -> Observer:
@@ -152,7 +155,23 @@ class SpanRecorder:
 
     def spans(self) -> RecordedSpans:
         """Return the spans that have ended so far."""
-        return RecordedSpans(self._exporter.get_finished_spans())
+        return RecordedSpans(sorted(self._exporter.get_finished_spans(), key=self._order.of))
+
+
+class _StartOrder(SpanProcessor):
+    """Counts spans as they begin, since the clock of their start times can be set back."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        self._numbers[span.get_span_context().span_id] = len(self._numbers)
+
+    def of(self, span: ReadableSpan) -> int:
+        """Return the number of a span of this recorder."""
+        context = span.get_span_context()
+        assert context is not None
+        return self._numbers[context.span_id]
 
 
 def _span_of(span: ReadableSpan) -> RecordedSpan:
