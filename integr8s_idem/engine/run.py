@@ -377,6 +377,8 @@ class Run(ActiveRun):
             self._phase.end()
             self._end()
         else:
+            if not hasattr(self, "attempt"):  # never started
+                self.work.uncounted_attempts += 1
             lease.drop()
             self.end()
         self._services.client.release_later(self.work, lease.reservation)
@@ -512,9 +514,9 @@ class Run(ActiveRun):
         if work.forgotten:
             return False  # outcomes of this work are not recorded, including failures
         if isinstance(error, TransactionAbortedError):
-            work.aborted_runs += 1
+            work.uncounted_attempts += 1
             return False  # the database rolled the run back; it did not fail
-        attempt = work.failed_runs = max(attempt - work.aborted_runs, work.failed_runs + 1)
+        attempt = work.failed_runs = max(attempt - work.uncounted_attempts, work.failed_runs + 1)
         if rule is not None:
             return rule.is_last(attempt, config.max_attempts)
         return (

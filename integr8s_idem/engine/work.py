@@ -151,8 +151,8 @@ class Work:
     """Whether the outcome is not kept: concurrent callers wait for its end, and then run themselves."""
     unguarded_runs: int = 0
     """Number of runs without a reservation, which no record counts."""
-    aborted_runs: int = 0
-    """Number of runs that the database rolled back: attempts, but not failures."""
+    uncounted_attempts: int = 0
+    """Number of attempts that are not failures: the database rolled them back, or they were released unstarted."""
     token: bytes = b""
     """Kept after a `reserve` without an answer, so that the next one finds its reservation; empty: not reserved yet."""
     isolation: Isolation = Isolation.NONE

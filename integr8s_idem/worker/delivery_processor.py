@@ -160,7 +160,7 @@ class DeliveryProcessor:
         for execution in decoded.executions:
             if isinstance(execution, GuardedExecution):
                 execution.work.copied_attempt = copy.attempt
-                execution.work.aborted_runs = copy.aborted
+                execution.work.uncounted_attempts = copy.aborted
         return decoded
 
     def _judge(self, record: Record) -> ReplayDecision:

@@ -101,7 +101,7 @@ class Retries:
             event_hash(delivery.event_id),
             execution.generation,
             attempt,
-            execution.work.aborted_runs,
+            execution.work.uncounted_attempts,
             origin,
         )
         while True:

@@ -47,7 +47,7 @@ class RetryCopy:
     attempt: int
     """Number of the attempt that has failed."""
     aborted: int
-    """How many of the attempts were rolled back by the database, and do not count."""
+    """How many of the attempts do not count: the database rolled them back, or they were released unstarted."""
     origin: Origin
 
     def headers(self, topic: str, secrets: Sequence[bytes]) -> list[tuple[str, bytes]]:

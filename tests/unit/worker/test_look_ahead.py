@@ -297,6 +297,23 @@ async def test_a_key_is_released_if_the_delivery_before_it_takes_long() -> None:
 
 
 @virtual_time
+async def test_a_reservation_that_was_released_before_its_turn_does_not_count_as_a_failed_attempt() -> None:
+    here, broker = guarded(max_attempts=2), sent(40)
+    errors: dict[int, list[Exception]] = {24: [OSError("once")], 25: [OSError("once"), OSError("twice")]}
+    depot = Depot(seconds=FAST, held={20: asyncio.Event()}, errors=errors)
+
+    async with running(dispatcher_of(depot.handle, here), broker) as worker:
+        await worker.until(lambda: 20 in depot.started)
+        await asyncio.sleep(2 * LONGEST_HOLD + 0.1)  # the keys of those that wait are released
+        depot.held[20].set()
+        await worker.until(lambda: all_committed(worker))
+        assert worker.worker.report().tally.dead_letters == 1
+
+    assert depot.done == [number for number in range(40) if number != 25]
+    assert [depot.started.count(number) for number in (23, 24, 25)] == [1, 2, 2]
+
+
+@virtual_time
 async def test_a_retried_delivery_stays_ahead_of_those_that_are_reserved() -> None:
     depot = Depot(seconds=FAST, errors={number: [OSError("later")] * 2 for number in (0, 17, 18, 39)})
     here = guarded()
