@@ -88,9 +88,15 @@ def _share(results: Results, name: str) -> float:
 
 def _order(results: Results) -> str:
     rows = []
-    for setting, name in (('"none"', "idempotent"), ('"key"', "by_key"), ('"partition"', "by_partition")):
+    contestants = {
+        '`"none"`': "idempotent",
+        '`"key"`': "by_key",
+        '`"partition"`': "by_partition",
+        '`"partition"`, one partition': "one_partition",
+    }
+    for setting, name in contestants.items():
         contestant = f"contest.kafka_noop.{name}"
-        rows.append([f"`{setting}`", *(number(results[f"{contestant}.{which}"]) for which in ("cpu_us", "us"))])
+        rows.append([setting, *(number(results[f"{contestant}.{which}"]) for which in ("cpu_us", "us"))])
     head = ["`ordering`", "µs of worker CPU per event", "µs per event"]
     return table(head, rows)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
@@ -96,6 +96,7 @@ class BareRequests:
 
     def __init__(self, repository: IdempotencyRepository) -> None:
         self.handled, self.answer = 0, None
+        self._repository = repository
         self._reserve = Coalescer(repository.reserve).answer
         self._complete = Coalescer(repository.complete).answer
 
@@ -108,6 +109,14 @@ class BareRequests:
         if isinstance(verdict, Reserved):
             await work()
             ensure(await self._complete(Completion(reservation=verdict, ttl=_TTL)), key)
+
+    async def together(self, keys: Sequence[str]) -> None:
+        """Reserve and complete new keys, in two requests."""
+        requests = [ReserveRequest(key=key, token=_TOKEN, lease=_LEASE, retention=_TTL) for key in keys]
+        verdicts = await self._repository.reserve(requests)
+        reserved = [verdict for verdict in verdicts if isinstance(verdict, Reserved)]
+        written = await self._repository.complete([Completion(reservation=each, ttl=_TTL) for each in reserved])
+        ensure(len(written) == len(keys) and all(written), "a key was not new, or an outcome was refused")
 
     async def _work(self) -> None:
         self.handled += 1

@@ -42,15 +42,18 @@ from integr8s_idem.records import Completion
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.worker import ServiceWorker
+from integr8s_idem.worker.batch_limits import MOST_TOGETHER
 from integr8s_idem.worker.consumer import make_consumer
 from tests.support.kafka.broker import Kafka, KafkaBroker
 
 KEYS: Final = (
     "kafka_noop",
+    "kafka_noop_requests",
     "kafka_by_hand",
     "kafka_default_order",
     "kafka_default_order_requests",
     "kafka_key_order",
+    "kafka_one_partition",
     "kafka_1ms",
     "kafka_1ms_requests",
     "kafka_vs_raw_loop",
@@ -134,12 +137,20 @@ class Handler:
 class Topic:
     """A topic full of orders, and the contestants that read it."""
 
-    name: Final = "bench.order_placed"
-
-    def __init__(self, kafka: Kafka, repository: IdempotencyRepository, events: int) -> None:
+    def __init__(
+        self,
+        kafka: Kafka,
+        repository: IdempotencyRepository,
+        events: int,
+        *,
+        prefix: str = "bench.",
+        partitions: int = PARTITIONS,
+    ) -> None:
         self.kafka = kafka
         self.events = events
-        self.settings = KafkaSettings(bootstrap_servers=kafka.bootstrap, topic_prefix="bench.")
+        self.partitions = partitions
+        self.settings = KafkaSettings(bootstrap_servers=kafka.bootstrap, topic_prefix=prefix)
+        self.name = f"{prefix}order_placed"
         self.repository = repository
 
     def server(self, env: RedisEnvironment) -> str:
@@ -147,7 +158,8 @@ class Topic:
         return f"Apache Kafka {kafka_version()}, KRaft, {PARTITIONS} partitions; {env.version}"
 
     async def fill(self) -> None:
-        """Publish orders of different customers to all partitions."""
+        """Create the topic, and publish orders of different customers to all partitions."""
+        await self.kafka.create_topics({self.name: self.partitions, f"{self.name}.dlq": 1})
         async with AIOKafkaProducer(bootstrap_servers=self.kafka.bootstrap, linger_ms=20) as producer:
             sent = []
             for number in range(self.events):
@@ -201,6 +213,15 @@ class Topic:
             await guard.run(f"{scope}:{event.event_id}", partial(handler.handle, event))
 
         return await self.serve(EventDispatcher(router, scope="bench"), service, handler)
+
+    async def with_requests(self, _: float, *, guard: BareRequests) -> Measured:
+        """Run the same service without a guard, with the requests of one for as many events as it takes together."""
+        handler, scope = Handler(self.events), new_scope()
+
+        def make(settings: KafkaSettings, group: str) -> Any:
+            return with_requests_after_fetching(make_consumer(settings, group), guard, scope)
+
+        return await self.serve(EventDispatcher(router_of(handler), scope="bench"), NOOP, handler, make)
 
     async def serve(
         self,
@@ -355,6 +376,21 @@ def with_start_callback(consumer: Any, begin: Callable[[], None]) -> Any:
     return consumer
 
 
+def with_requests_after_fetching(consumer: Any, guard: BareRequests, scope: str) -> Any:
+    """Make `consumer` make the two requests for each event that it returns."""
+    fetch = consumer.getmany
+
+    async def getmany(*partitions: Any, **options: Any) -> Any:
+        found = await fetch(*partitions, **options)
+        keys = [f"{scope}:{record.partition}:{record.offset}" for records in found.values() for record in records]
+        for start in range(0, len(keys), MOST_TOGETHER):
+            await guard.together(keys[start : start + MOST_TOGETHER])
+        return found
+
+    consumer.getmany = getmany
+    return consumer
+
+
 def with_small_requests(repository: Any) -> Any:
     """Make `repository` record outcomes in requests of at most one per partition, one after another.
 
@@ -374,12 +410,14 @@ async def measure(options: Options, progress: Progress) -> Flat:
     """Measure each figure of this benchmark."""
     results: Flat = {}
     async with filled_topic(int(EVENTS * options.seconds), progress) as (topic, env):
+        one_partition = Topic(topic.kafka, topic.repository, topic.events, prefix="single.", partitions=1)
+        await one_partition.fill()
         progress("checking that every duplicate is blocked")
         await topic.check_duplicates_are_refused()
         with Telemetry() as telemetry:
             sdk = SpansOfSdk()
             small_requests = with_small_requests(await env.repository())
-            for comparison in _comparisons(topic, RawRedis(env), small_requests, telemetry, sdk):
+            for comparison in _comparisons(topic, one_partition, RawRedis(env), small_requests, telemetry, sdk):
                 results |= await compare(comparison, options, progress)
             if telemetry.turns:
                 telemetry.check(telemetry.turns * topic.events)
@@ -390,7 +428,12 @@ async def measure(options: Options, progress: Progress) -> Flat:
 
 
 def _comparisons(
-    topic: Topic, redis: RawRedis, small_requests: IdempotencyRepository, telemetry: Telemetry, sdk: SpansOfSdk
+    topic: Topic,
+    one_partition: Topic,
+    redis: RawRedis,
+    small_requests: IdempotencyRepository,
+    telemetry: Telemetry,
+    sdk: SpansOfSdk,
 ) -> list[Comparison]:
     async def with_telemetry(seconds: float) -> Measured:
         telemetry.turns += 1
@@ -400,9 +443,11 @@ def _comparisons(
         "idempotent": topic.idempotent,
         "by_partition": partial(topic.idempotent, service=BY_PARTITION),
         "by_key": partial(topic.idempotent, service=BY_KEY),
+        "one_partition": partial(one_partition.idempotent, service=BY_PARTITION),
         "small_requests": partial(topic.idempotent, repository=small_requests),
         "plain": topic.plain,
         "plain_by_hand": partial(topic.by_hand, guard=redis),
+        "plain_with_requests": partial(topic.with_requests, guard=BareRequests(topic.repository)),
         "raw_loop": topic.raw_loop,
         "faststream_ack_first": partial(topic.faststream, policy=AckPolicy.ACK_FIRST),
         "faststream_ack": partial(topic.faststream, policy=AckPolicy.ACK, one_in=ACK_ONE_IN),
@@ -418,9 +463,11 @@ def _comparisons(
     }
     figures = {
         "kafka_noop": ("idempotent", "plain"),
+        "kafka_noop_requests": ("plain_with_requests", "plain"),
         "kafka_by_hand": ("plain_by_hand", "plain"),
         "kafka_default_order": ("by_partition", "idempotent"),
         "kafka_key_order": ("by_key", "idempotent"),
+        "kafka_one_partition": ("one_partition", "idempotent"),
         "kafka_default_order_requests": ("small_requests", "idempotent"),
         "kafka_vs_raw_loop": ("idempotent", "raw_loop"),
         "kafka_vs_faststream": ("idempotent", "faststream_ack_first"),
@@ -448,7 +495,6 @@ async def filled_topic(events: int, progress: Progress) -> AsyncIterator[tuple[T
     with TemporaryDirectory(prefix="idem-bench-kafka-") as folder:
         broker = await asyncio.to_thread(KafkaBroker, Path(folder), BROKER)
         async with running(broker), redis_environment() as env:
-            await broker.create_topics({Topic.name: PARTITIONS, f"{Topic.name}.dlq": 1})
             topic = Topic(broker, await env.repository(), events)
             progress(f"publishing {events} events to {PARTITIONS} partitions")
             await topic.fill()

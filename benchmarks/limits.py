@@ -8,8 +8,8 @@ from typing import Final
 LIMITS: Final[Mapping[str, str]] = {
     "single_fresh_c1": (
         "a single caller waits for every step. The two requests alone, without anything else of a guard, are "
-        "`single_fresh_c1_requests`: they hardly reach the target, which leaves nothing for key, lease, attempt and "
-        "result. By CPU, a run takes less than two plain calls"
+        "`single_fresh_c1_requests`: they exceed the target by little, which leaves nothing for key, lease, attempt "
+        "and result. By CPU, a run takes less than two plain calls"
     ),
     "single_fresh_c64": (
         "limited by this library's Python code: a call costs 102 calls of Python functions, for lease, fence, token, "
@@ -18,8 +18,8 @@ LIMITS: Final[Mapping[str, str]] = {
     ),
     "single_duplicate_c1": (
         "a single caller waits for every step. The request alone, without anything else of a guard, is "
-        "`single_duplicate_c1_requests`: it hardly reaches the target, which leaves next to nothing for the key, and "
-        "for reading and replaying the result. By CPU, a duplicate takes about as much as a plain call"
+        "`single_duplicate_c1_requests`: it reaches the target in some runs only, which leaves nothing for the key, "
+        "and for reading and replaying the result. By CPU, a duplicate takes about as much as a plain call"
     ),
     "single_duplicate_c64": (
         "limited by this library's Python code: a call costs 63 calls of Python functions. For the figure with native "
@@ -45,23 +45,25 @@ LIMITS: Final[Mapping[str, str]] = {
         "by CPU of this process, the figure exceeds its target"
     ),
     "kafka_noop": (
-        "both are limited by the CPU of this process. Keys, requests and responses alone (`cost.key_us`, "
-        "`cost.reserve_us` and `cost.settle_us`), added to the CPU time of the plain service, reach between 0.59 and "
-        "0.64, which leaves next to nothing for lease and attempt (`cost.lease_us`). For the figure with native code, "
-        "see `kafka_noop_native`; with a handler that is guarded by hand, with two calls of redis-py, `kafka_by_hand`"
+        "the guarded and the plain service are both limited by the CPU of this process. The two requests, without "
+        "anything else of a guard, are `kafka_noop_requests`. The key (`cost.key_us`) comes on top, and leaves next to "
+        "nothing for lease and attempt. For the figure with native code, see `kafka_noop_native`; with a handler that "
+        "is guarded by hand, with two calls of redis-py, `kafka_by_hand`"
     ),
     "kafka_default_order": (
         "each outcome is recorded before the next handler of its partition starts, so a request to record outcomes "
         "contains at most 8 of them, one per partition, and the next one waits for its response. Such requests alone, "
-        "in a service without an order, are `kafka_default_order_requests`: they miss the target, too"
+        "in a service without an order, are `kafka_default_order_requests`: they miss the target, too, "
+        "but hardly by CPU"
     ),
     "kafka_default_order_native": (
         "as for `kafka_default_order`: requests for 8 outcomes take as long with native code, while the service "
         "without an order takes three quarters of the time"
     ),
     "kafka_1ms": (
-        "both are limited by the CPU of this process, not by the millisecond: 64 handlers of 1 ms could take an "
-        "event every 16 µs, which the plain service does not reach either. Key, requests, responses and lease "
+        "the guarded and the plain service are both limited by the CPU of this process, not by the millisecond: 64 "
+        "handlers of 1 ms could take an event every 16 µs, which the plain service does not reach either. Key, "
+        "requests, responses and lease "
         "(`cost.key_us`, `cost.reserve_us`, `cost.settle_us` and `cost.lease_us`), added to the CPU time of the plain "
         "service, already miss the target. A handler that makes the two requests itself, without anything else of a "
         "guard, is `kafka_1ms_requests`: slower, since the worker makes them for several events together"
@@ -101,7 +103,7 @@ LIMITS: Final[Mapping[str, str]] = {
     "http_guarded_native": "as for `http_guarded`: native code has no part in headers, fingerprints and responses",
     "sql_inbox_core": (
         "two bare statements on the same connection, without any guard, are `sql_inbox_statements`: each is a round "
-        "trip, and they hardly reach the target, which leaves nothing for key, request, verdict and result"
+        "trip, and they reach the target in some runs only, which leaves nothing for key, request, verdict and result"
     ),
     "sql_inbox_session": "as for `sql_inbox_core`, with another 20 calls to get the connection from the session",
     "vs_idemkit_fresh_c64": "as for `single_fresh_c64`: limited by the CPU of this process, on both sides",

@@ -107,6 +107,10 @@ RATIOS: Final[Mapping[str, str]] = {
     "single_fresh_c64_requests": f"{_REQUESTS}, new keys, 64 at once",
     "single_duplicate_c1_requests": "the first of them ÷ a losing `SET NX`, completed keys, sequentially",
     "single_duplicate_c64_requests": "the first of them ÷ a losing `SET NX`, completed keys, 64 at once",
+    "kafka_noop_requests": (
+        "plain service that makes the two requests of this library for 250 events together, without a guard ÷ plain "
+        "service, no-op handler"
+    ),
     "kafka_by_hand": "plain service whose handler calls redis-py twice, by hand ÷ plain service, no-op handler",
     "http_by_hand": (
         "CPU time of a FastAPI endpoint that does nothing, without the guard ÷ with two redis-py calls, 32 at once"
@@ -116,6 +120,9 @@ RATIOS: Final[Mapping[str, str]] = {
         '"partition"` ÷ the same, 250 per request, both `ordering = "none"`'
     ),
     "kafka_key_order": 'idempotent service with `ordering = "key"`, a key for each event ÷ with `"none"`',
+    "kafka_one_partition": (
+        'idempotent service with `ordering = "partition"` and one partition ÷ with `"none"` and 8 partitions'
+    ),
     "kafka_1ms_requests": (
         "plain service whose handler awaits 1 ms and makes the two requests of this library, without a guard ÷ plain "
         "service, handler that awaits 1 ms"

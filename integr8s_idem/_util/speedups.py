@@ -18,7 +18,8 @@ INTERFACE: Final = 4
 VARIABLE: Final = "INTEGR8S_IDEM_SPEEDUPS"
 """Environment variable that disables the native code if it is one of `_OFF`."""
 _OFF: Final = frozenset({"off", "false", "no", "0"})
-"""What settings take for false as well."""
+_ON: Final = frozenset({"", "on", "true", "yes", "1"})
+_REINSTALL: Final = f"install the version of {DISTRIBUTION} that belongs to this version of integr8s-idem, or remove it"
 
 
 class Speedups(NamedTuple):
@@ -29,14 +30,20 @@ class Speedups(NamedTuple):
     description: str
     """What is used, for people."""
     problem: str = ""
-    """Why the installed module cannot be used; empty if it can, or is not installed."""
+    """Why the module is not used although nobody disabled it; empty if it is used, disabled or not installed."""
+    remedy: str = ""
+    """What to do about the problem."""
 
 
 def load() -> Speedups:
     """Import the module unless it is disabled."""
     given = os.environ.get(VARIABLE, "")
-    if given.strip().lower() in _OFF:
+    if given.lower() in _OFF:
         return Speedups(None, f"Python, since {VARIABLE}={given}")
+    if given.lower() not in _ON:
+        # Whoever sets it probably wants to disable the native code.
+        problem = f"{VARIABLE} is {given!r}, which is neither on nor off"
+        return _unusable(problem, f"set {VARIABLE} to on or off, or remove it")
     try:
         module = importlib.import_module(MODULE)
     except ModuleNotFoundError as error:
@@ -51,8 +58,8 @@ def load() -> Speedups:
     return Speedups(module, f"native, {DISTRIBUTION} {module.__version__}")
 
 
-def _unusable(problem: str) -> Speedups:
-    return Speedups(None, f"Python, since {DISTRIBUTION} cannot be used", problem)
+def _unusable(problem: str, remedy: str = _REINSTALL) -> Speedups:
+    return Speedups(None, f"Python, since {DISTRIBUTION} cannot be used", problem, remedy)
 
 
 LOADED: Final = load()

@@ -9,14 +9,13 @@ from integr8s_idem.diagnostics import Code, Finding, Severity
 
 NATIVE_CODE: Final = "native code"
 _COST: Final = "workers with this installation use Python code, which takes more CPU time"
-_REMEDY: Final = f"install the version of {DISTRIBUTION} that belongs to this version of integr8s-idem, or remove it"
 
 
 def check_speedups(loaded: Speedups) -> Finding:
-    """Return what is used in this installation; a warning if native code is installed but cannot be used."""
+    """Return what is used in this installation; a warning if native code is neither used nor disabled."""
     if loaded.problem:
         what = f"{DISTRIBUTION} cannot be used: {loaded.problem}"
-        return Finding(Code.SPEEDUPS_UNUSABLE, Severity.WARNING, NATIVE_CODE, what, _COST, _REMEDY)
+        return Finding(Code.SPEEDUPS_UNUSABLE, Severity.WARNING, NATIVE_CODE, what, _COST, loaded.remedy)
     return Finding(
         Code.SPEEDUPS_SEEN, Severity.INFO, NATIVE_CODE, f"this installation uses {loaded.description}", "", ""
     )

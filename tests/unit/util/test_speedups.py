@@ -63,8 +63,21 @@ def test_native_code_can_be_disabled(off: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, MODULE, module(INTERFACE=INTERFACE, __version__="0.2.0"))
     monkeypatch.setenv(VARIABLE, off)
 
-    assert load() == (None, f"Python, since INTEGR8S_IDEM_SPEEDUPS={off}", "")
+    assert load() == (None, f"Python, since INTEGR8S_IDEM_SPEEDUPS={off}", "", "")
     assert Settings() is not None, "the variable is not a setting"
+
+
+def test_a_value_that_is_neither_on_nor_off_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, MODULE, module(INTERFACE=INTERFACE, __version__="0.2.0"))
+    monkeypatch.setenv(VARIABLE, "disabled")
+
+    loaded = load()
+
+    assert loaded.native is None
+    finding = check_speedups(loaded)
+    assert finding.severity is Severity.WARNING
+    assert "INTEGR8S_IDEM_SPEEDUPS is 'disabled', which is neither on nor off" in finding.what
+    assert finding.remedy == "set INTEGR8S_IDEM_SPEEDUPS to on or off, or remove it"
 
 
 def test_native_code_with_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
