@@ -219,7 +219,8 @@ class Topic:
         handler, scope = Handler(self.events), new_scope()
 
         def make(settings: KafkaSettings, group: str) -> Any:
-            return with_requests_after_fetching(make_consumer(settings, group), guard, scope)
+            consumer = with_start_callback(make_consumer(settings, group), handler.begin)
+            return with_requests_after_fetching(consumer, guard, scope)
 
         return await self.serve(EventDispatcher(router_of(handler), scope="bench"), NOOP, handler, make)
 

@@ -198,6 +198,7 @@ _GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
         _EFFECTS,
     ),
     "by_key": ("as `by_partition`, in order within each key", _EFFECTS),
+    "one_partition": ("as `by_partition`", _EFFECTS),
     "small_requests": ("as `idempotent`", _EFFECTS),
     "one_process": ("as `idempotent`, with metrics for every event", _EFFECTS),
     "two_processes": ("as `one_process`; a process that dies is started again", _EFFECTS),

@@ -44,7 +44,7 @@ def process_count(text: str) -> int:
         return min(usable_processors(), MOST_PROCESSES)
     if text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_PROCESSES:
         return int(text)
-    raise ApplicationError(f"invalid --processes {text}: write a number from 1 to {MOST_PROCESSES}, or auto")
+    raise ApplicationError(f"invalid --processes {text!r}: write a number from 1 to {MOST_PROCESSES}, or auto")
 
 
 def usable_processors() -> int:

@@ -64,7 +64,7 @@ def test_other_numbers_of_processes_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
-        (["--processes", "many"], "", "invalid --processes many"),
+        (["--processes", "many"], "", "invalid --processes 'many'"),
         (["--processes", "2", "--embedded"], "", "--embedded starts a Kafka and a Redis for one process"),
         (["--processes", "2"], '[store]\nkind = "memory"', "keeps the records of each process apart"),
         (["--processes", "2"], "[kafka]\ntopic_prefx = 1", "topic_prefx"),
