@@ -53,8 +53,8 @@ LIMITS: Final[Mapping[str, str]] = {
     "kafka_default_order": (
         "each outcome is recorded before the next handler of its partition starts, so a request to record outcomes "
         "contains at most 8 of them, one per partition, and the next one waits for its response. Such requests alone, "
-        "in a service without an order, are `kafka_default_order_requests`: they miss the target, too, "
-        "but hardly by CPU"
+        "in a service without an order, are `kafka_default_order_requests`: by the clock, they miss "
+        "the target, too"
     ),
     "kafka_default_order_native": (
         "as for `kafka_default_order`: requests for 8 outcomes take as long with native code, while the service "

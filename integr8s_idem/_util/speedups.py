@@ -41,7 +41,7 @@ def load() -> Speedups:
     if given.lower() in _OFF:
         return Speedups(None, f"Python, since {VARIABLE}={given}")
     if given.lower() not in _ON:
-        # Whoever sets it probably wants to disable the native code.
+        # A user who sets it probably wants to disable the native code.
         problem = f"{VARIABLE} is {given!r}, which is neither on nor off"
         return _unusable(problem, f"set {VARIABLE} to on or off, or remove it")
     try:
