@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 from integr8s_idem.config import IdempotencyConfig, Settings
@@ -26,7 +25,6 @@ from integr8s_idem.operations.keys.key_parser import (
     literal_parts,
     matches_name,
     parse_key,
-    split_generation,
 )
 from integr8s_idem.operations.keys.next_delivery import NextDelivery
 from integr8s_idem.operations.keys.open_services import OpenService, RecordPlace
@@ -127,16 +125,11 @@ class Explainer:
         return answer
 
     def _by_repository(self, text: str) -> list[tuple[IdempotencyRepository, list[RecordPlace]]]:
-        name, generation = split_generation(text)
-        asked = []
-        for service in self._services:
-            if service.repository is None:
-                continue
-            places = list(service.places(name, generation or 0))
-            if generation is not None:  # which an id may only seem to end with
-                places += [replace(place, expected=False) for place in service.places(text, 0)]
-            asked.append((service.repository, places))
-        return asked
+        return [
+            (service.repository, list(service.places(text)))
+            for service in self._services
+            if service.repository is not None
+        ]
 
     async def _places(self, answer: Explanation, *asked: tuple[IdempotencyRepository, Sequence[RecordPlace]]) -> None:
         missing: list[RecordPlace] = []

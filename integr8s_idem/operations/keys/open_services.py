@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dishka import AsyncContainer
 
@@ -15,7 +15,7 @@ from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventHa
 from integr8s_idem.handlers.observing_dispatcher import ObservingEventHandler
 from integr8s_idem.handlers.reconciliation import ReconcilingEventHandler
 from integr8s_idem.keys import Key, KeySpace, KeyStrategy
-from integr8s_idem.operations.keys.key_parser import ParsedKey
+from integr8s_idem.operations.keys.key_parser import ParsedKey, split_generation
 from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.runtime.containers import get_dispatcher, get_publisher, make_container
 from integr8s_idem.runtime.service_group import CLOSE_SECONDS, section_of
@@ -84,8 +84,14 @@ class OpenService:
             for handler in self.guarded
         )
 
-    def places(self, name: str, generation: int) -> Iterator[RecordPlace]:
-        """Yield where records named `name` can be: an event's id, its label or a caller's key."""
+    def places(self, text: str) -> Iterator[RecordPlace]:
+        """Yield where records named `text` can be: an event's id, its label or a caller's key, or a generation."""
+        name, generation = split_generation(text)
+        yield from self._places(name, generation or 0)
+        if generation is not None:  # which an id may only seem to end with
+            yield from (replace(place, expected=False) for place in self._places(text, 0))
+
+    def _places(self, name: str, generation: int) -> Iterator[RecordPlace]:
         space = self.space
         if space is None:
             return
