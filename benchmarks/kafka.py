@@ -155,7 +155,7 @@ class Topic:
 
     def server(self, env: RedisEnvironment) -> str:
         """Describe the broker, and the Redis that holds the records."""
-        return f"Apache Kafka {kafka_version()}, KRaft, {PARTITIONS} partitions; {env.version}"
+        return f"Apache Kafka {kafka_version()}, KRaft, {self.partitions} partitions; {env.version}"
 
     async def fill(self) -> None:
         """Create the topic, and publish orders of different customers to all partitions."""
@@ -218,9 +218,14 @@ class Topic:
         """Run the same service without a guard, with the requests of one for as many events as it takes together."""
         handler, scope = Handler(self.events), new_scope()
 
+        async def make_requests(found: Mapping[Any, Sequence[Any]]) -> None:
+            handler.begin()
+            keys = [f"{scope}:{record.partition}:{record.offset}" for records in found.values() for record in records]
+            for start in range(0, len(keys), MOST_TOGETHER):
+                await guard.together(keys[start : start + MOST_TOGETHER])
+
         def make(settings: KafkaSettings, group: str) -> Any:
-            consumer = with_start_callback(make_consumer(settings, group), handler.begin)
-            return with_requests_after_fetching(consumer, guard, scope)
+            return after_fetching(make_consumer(settings, group), make_requests)
 
         return await self.serve(EventDispatcher(router_of(handler), scope="bench"), NOOP, handler, make)
 
@@ -256,8 +261,11 @@ class Topic:
     ) -> AsyncIterator[ServiceWorker]:
         """Run a worker, alone in a new group unless one is given."""
 
+        async def begin(_: object) -> None:
+            handler.begin()
+
         def make_consumer_with_callback(settings: KafkaSettings, group: str) -> Any:
-            return with_start_callback(make(settings, group), handler.begin)
+            return after_fetching(make(settings, group), begin)
 
         publisher = EventPublisher(self.settings)
         group = group or f"bench-{uuid4().hex}"
@@ -363,29 +371,14 @@ def router_of(handler: Handler) -> EventRouter:
     return router
 
 
-def with_start_callback(consumer: Any, begin: Callable[[], None]) -> Any:
-    """Make `consumer` call `begin` when it returns events."""
+def after_fetching(consumer: Any, act: Callable[[Mapping[Any, Sequence[Any]]], Awaitable[None]]) -> Any:
+    """Make `consumer` call `act` with the events that it is about to return, if there are any."""
     fetch = consumer.getmany
 
     async def getmany(*partitions: Any, **options: Any) -> Any:
         found = await fetch(*partitions, **options)
         if found:
-            begin()
-        return found
-
-    consumer.getmany = getmany
-    return consumer
-
-
-def with_requests_after_fetching(consumer: Any, guard: BareRequests, scope: str) -> Any:
-    """Make `consumer` make the two requests for each event that it returns."""
-    fetch = consumer.getmany
-
-    async def getmany(*partitions: Any, **options: Any) -> Any:
-        found = await fetch(*partitions, **options)
-        keys = [f"{scope}:{record.partition}:{record.offset}" for records in found.values() for record in records]
-        for start in range(0, len(keys), MOST_TOGETHER):
-            await guard.together(keys[start : start + MOST_TOGETHER])
+            await act(found)
         return found
 
     consumer.getmany = getmany

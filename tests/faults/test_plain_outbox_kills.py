@@ -75,7 +75,7 @@ class Shop:
             return int(await connection.scalar(select(func.count()).select_from(outbox)) or 0)
 
     async def confirmed(self) -> int:
-        """Return at least how many events relays have deleted because the broker has confirmed them."""
+        """Return a lower bound of the events that relays have deleted because the broker has confirmed them."""
         return await self.count() - await self.waiting()
 
     async def wait_until(self, condition: Callable[[], Awaitable[bool]]) -> None:

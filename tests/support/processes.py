@@ -61,7 +61,7 @@ class ServiceProcess:
 
     @property
     def running(self) -> bool:
-        return self._process.poll() is None
+        return self.status is None
 
     @property
     def status(self) -> int | None:
