@@ -333,7 +333,7 @@ class StoreClient:
     def _result_to_keep(self, key: str, value: object, event_type: str) -> tuple[StoredResult | None, bool]:
         if not self._config.enable_result_caching and not isinstance(value, StoredResult):
             return None, False
-        stored, why = None, f"it is larger than max_result_size_bytes ({self._config.max_result_size_bytes})"
+        stored, why = None, ""
         if value is not NOT_KEPT:
             try:
                 stored = encode_result(value)
@@ -347,6 +347,7 @@ class StoreClient:
         # Warn once per event type; if all its results are too large, repeating it does not help.
         level = logging.DEBUG if event_type in self._logged_drops else logging.WARNING
         self._logged_drops.add(event_type)
+        why = why or f"it is larger than max_result_size_bytes ({self._config.max_result_size_bytes})"
         logger.log(level, "the result of %s is not stored, so duplicates will not get it: %s", key, why)
         return None, True
 

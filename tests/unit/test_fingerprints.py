@@ -9,7 +9,15 @@ from typing import Annotated, Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ConfigDict, Field, PlainSerializer, computed_field, field_serializer, model_serializer
+from pydantic import (
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    computed_field,
+    create_model,
+    field_serializer,
+    model_serializer,
+)
 
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.keys.fingerprints import (
@@ -72,6 +80,15 @@ def test_plain_payloads_have_the_same_fingerprint_on_the_fast_path(
         "paid",
         "zebra",
     )
+    assert fingerprint_of(event) == slow_fingerprint(event)
+
+
+def test_names_of_fields_are_escaped_on_the_fast_path() -> None:
+    fields: dict[str, Any] = {'a"b': (str, ...), "c\\d": (int, ...), "e\tf": (bool, ...)}
+    odd = create_model("Odd", __base__=BaseEvent, **fields)
+    event = odd.model_validate({"event_type": "odd", 'a"b': "x", "c\\d": 1, "e\tf": True})
+
+    assert 'a"b' in plain_names(odd)
     assert fingerprint_of(event) == slow_fingerprint(event)
 
 
