@@ -20,6 +20,8 @@ from benchmarks.targets import GUARANTEES, RATIOS, TARGETS
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "stores.json"
 LATEST: Final = ROOT / "benchmarks" / "results" / "latest.json"
+OTHER: Final = ROOT / "benchmarks" / "results" / "other-machine.json"
+"""The figures of another machine, whose ratios differ."""
 PAGES: Final = (
     ROOT / "docs" / "reference" / "stores.md",
     ROOT / "docs" / "explanation" / "comparison.md",
@@ -75,15 +77,18 @@ def tables(results: Results) -> dict[str, str]:
     }  # fmt: skip
 
 
-def latest_tables(results: Results) -> dict[str, str]:
-    """Format the figures and their contestants, by the names of their markers."""
+def latest_tables(results: Results, other: Results) -> dict[str, str]:
+    """Format the figures and their contestants, by the names of their markers.
+
+    `other`: the figures of another machine.
+    """
     meanings = {**RATIOS, **{key: target.meaning for key, target in TARGETS.items()}}
     return {
         "figures": _table(
-            ["figure", "meaning", "target", "measured", "by CPU", "this library", "partner"],
-            [[f"`{key}`", target.meaning, target, _latest(results, key), *_costs(results, key)]
+            ["figure", "meaning", "target", "measured", "elsewhere", "by CPU", "this library", "partner"],
+            [[f"`{key}`", target.meaning, target, _latest(results, key), _optional(other, key), *_costs(results, key)]
              for key, target in TARGETS.items() if key in results]
-            + [[f"`{key}`", meaning, "", _spread_of(results, key), *_costs(results, key)]
+            + [[f"`{key}`", meaning, "", _spread_of(results, key), _optional(other, key), *_costs(results, key)]
                for key, meaning in RATIOS.items() if key in results],
             text_columns=2,
         ) + _limits(results),
@@ -100,6 +105,7 @@ def latest_tables(results: Results) -> dict[str, str]:
             text_columns=4,
         ),
         "figures-machine": _machine(results),
+        "other-machine": _other_machine(other),
         "figures-servers": _table(
             ["benchmark", "server", "rounds", "seconds per turn", "measured at"],
             [[f"`{name}.py`", *(results.get(f"{name}.{what}", "") for what in
@@ -173,10 +179,19 @@ def _machine(results: Results) -> str:
     )
 
 
+def _other_machine(results: Results) -> str:
+    servers = sorted({results[f"{name}.server"] for name in ("kafka", "transactions")})
+    return f"{_machine(results)} {'; '.join(servers)}. Measured from {min(_times(results))[:10]} on."
+
+
+def _times(results: Results) -> list[str]:
+    return [value for name, value in results.items() if name.endswith(".measured_at")]
+
+
 def all_tables() -> dict[str, str]:
     """Format all committed results."""
-    stores, latest = (json.loads(file.read_text(encoding="utf-8")) for file in (RESULTS, LATEST))
-    return {**tables(stores), **latest_tables(latest), **cost_tables(latest)}
+    stores, latest, other = (json.loads(file.read_text(encoding="utf-8")) for file in (RESULTS, LATEST, OTHER))
+    return {**tables(stores), **latest_tables(latest, other), **cost_tables(latest)}
 
 
 def filled(page: str, tables: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, Final
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -35,6 +36,16 @@ def test_every_kind_of_store_was_measured() -> None:
     assert {name.partition(".")[0] for name in results} - {"machine", "version"} == set(KINDS)
 
 
+OTHER_MACHINE: Final[dict[str, Any]] = machine() | {
+    "machine.cpu": "abacus",
+    "kafka.server": "Kafka 3",
+    "transactions.server": "PostgreSQL 9",
+    "kafka.measured_at": "2026-01-03T10:00+00:00",
+    "batches.measured_at": "2026-01-02T10:00+00:00",
+    "growth_2m": 1.23,
+}
+
+
 def test_every_target_and_ratio_has_a_benchmark() -> None:
     assert sorted(KEYS) == sorted([*TARGETS, *RATIOS])
 
@@ -62,7 +73,7 @@ def test_a_missed_target_is_marked_and_its_reason_is_listed(
     results = json.loads(LATEST.read_text(encoding="utf-8")) | {"growth_2m": value}
     monkeypatch.setattr("benchmarks.tables.TARGETS", {"growth_2m": Target("it", 0.9, limit=limit)})
 
-    figures = latest_tables(results)["figures"]
+    figures = latest_tables(results, results)["figures"]
 
     row = next(line for line in figures.splitlines() if "`growth_2m`" in line)
     assert row.startswith("| `growth_2m` | it | ≥ 0.9 |")
@@ -79,9 +90,19 @@ def test_each_benchmark_reports_its_server_and_time() -> None:
         "kafka.measured_at": "now",
     }
 
-    assert (
-        "| `kafka.py` | Apache Kafka 4.1.0 | 7 | 1.0 | now |" in latest_tables(machine() | results)["figures-servers"]
-    )
+    servers = latest_tables(machine() | results, OTHER_MACHINE)["figures-servers"]
+
+    assert "| `kafka.py` | Apache Kafka 4.1.0 | 7 | 1.0 | now |" in servers
+
+
+def test_figures_are_listed_with_those_of_another_machine_and_its_servers() -> None:
+    results = json.loads(LATEST.read_text(encoding="utf-8"))
+
+    found = latest_tables(results, OTHER_MACHINE)
+
+    assert ") | 1.23 |" in next(line for line in found["figures"].splitlines() if line.startswith("| `growth_2m` |"))
+    assert "(abacus)" in found["other-machine"]
+    assert found["other-machine"].endswith("Kafka 3; PostgreSQL 9. Measured from 2026-01-02 on.")
 
 
 def test_results_of_another_machine_are_not_extended(tmp_path: Path) -> None:

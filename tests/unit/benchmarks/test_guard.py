@@ -57,6 +57,18 @@ def test_a_figure_far_behind_the_committed_one_fails_though_it_reaches_its_targe
     assert fallen == "is worse than the committed figure"
 
 
+def test_figures_of_another_kind_of_machine_are_not_compared() -> None:
+    now, before = {**REACHED, "single_fresh_c64": 3.1}, {**REACHED, "single_fresh_c64": 5.0}
+
+    [found] = [
+        finding
+        for finding in findings({**now, "machine.cpu": "abacus"}, {**before, "machine.cpu": "slide rule"})
+        if finding.key == "single_fresh_c64"
+    ]
+
+    assert (found.wrong, found.before) == ("", None)
+
+
 def test_a_figure_with_a_known_limit_is_held_against_the_committed_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     limited = Target("a call", 1.0, limit="the network")
     monkeypatch.setattr("benchmarks.guard.TARGETS", {"single_fresh_c1": limited})
