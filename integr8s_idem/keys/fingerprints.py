@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from json.encoder import encode_basestring
 from typing import Any, Final
 
 import pydantic_core
@@ -56,10 +55,11 @@ def fingerprint_of(event: BaseEvent) -> bytes:
     If you give it to a manager, it is compared whole.  Give the event itself instead, so that versions of its class
     that differ in a field can be deployed side by side.
     """
-    field_set, fields = _written_fields(type(event))
-    if fields:
+    field_set = event_field_set(type(event))
+    names = plain_names(type(event))
+    if names:
         try:
-            return fingerprint_of_fields(field_set, _plain_json(event.__dict__, fields))
+            return fingerprint_of_fields(field_set, pydantic_core.to_json(_plain_payload(event.__dict__, names)))
         except (TypeError, ValueError):
             pass  # a value whose JSON form depends on the writer
     return fingerprint_of_fields(field_set, canonical_json(payload_of(event)))
@@ -71,38 +71,21 @@ def event_field_set(event: type[BaseEvent]) -> bytes:
     return field_set_of(event, VOLATILE_FIELDS)
 
 
-@lru_cache(maxsize=1_024)
-def _written_fields(event: type[BaseEvent]) -> tuple[bytes, tuple[tuple[str, str], ...]]:
-    """Return the name of the set of fields, and the fields that `_plain_json` writes, with the JSON before each."""
-    names = plain_names(event)
-    begins = ["{", *[","] * len(names)]
-    return event_field_set(event), tuple(
-        (name, f"{begin}{encode_basestring(name)}:") for name, begin in zip(names, begins, strict=False)
-    )
-
-
-def _plain_json(values: Mapping[str, Any], fields: Iterable[tuple[str, str]]) -> bytes:
-    """Return the canonical JSON of a payload whose values are all plain.
+def _plain_payload(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, object]:
+    """Return the same as `payload_of`, in canonical order, if all values are plain.
 
     Raises:
         TypeError: A value is not plain.
-        UnicodeEncodeError: A string contains a lone surrogate.
     """
-    written = ""
-    for name, before in fields:
+    table = {}
+    for name in names:
         value = values[name]
         kind = type(value)
-        if kind is str:
-            written += before + encode_basestring(value)
-        elif value is None:
-            written += before + "null"
-        elif kind is bool:
-            written += before + ("true" if value else "false")
-        elif kind is int and abs(value) <= _SAFE_INTEGER:
-            written += before + str(value)
+        if kind is str or kind is bool or value is None or (kind is int and abs(value) <= _SAFE_INTEGER):
+            table[name] = value
         else:
             raise TypeError
-    return (written + "}").encode()
+    return table
 
 
 @lru_cache(maxsize=1_024)
