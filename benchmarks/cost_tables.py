@@ -19,6 +19,7 @@ STAGES: Final = {
     "gc": "Python's garbage collector",
 }
 VARIANTS: Final = {
+    "metrics": "metrics for every event, as by default",
     "telemetry": "metrics for every event, spans for every tenth",
     "scoped": "the Dishka integration, and a handler with a dependency in REQUEST scope",
     "result": "a result of 200 bytes",

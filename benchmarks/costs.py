@@ -16,18 +16,20 @@ from statistics import median
 from typing import Any, Final, TypeAlias
 
 import psutil
+from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from benchmarks.contestants import ensure
 from benchmarks.kafka import LONGEST_TURN, NOOP, Handler, OrderPlaced, Topic, filled_topic, new_scope, router_of
 from benchmarks.measuring import Flat, rotated
-from benchmarks.observers import Telemetry
+from benchmarks.observers import Telemetry, check_handled
 from benchmarks.rounds import Measured, Options, Progress, spread_of
 from benchmarks.stages import Costs, FreeStore, Log, Record, Stages, collector, fetch_all, scoped, without_collector
 from integr8s_idem import EventRouter, IdempotencyConfig, IdempotencyManager, IdempotentEventDispatcher
 from integr8s_idem.handlers.handler_calls import call_with_event
 from integr8s_idem.handlers.router import Invoke
 from integr8s_idem.telemetry import SILENT, Observer
+from integr8s_idem.telemetry.prometheus import PrometheusObserver
 from tests.support.kafka.broker import KafkaBroker
 
 EVENTS: Final = 5_000
@@ -98,12 +100,22 @@ class WholeService:
         finally:
             gc.set_threshold(*before)
 
+    async def with_metrics(self) -> Costs:
+        """Handle new events with metrics, as by default."""
+        registry = CollectorRegistry()
+        costs = await self._observed("metrics_", PrometheusObserver("bench", registry))
+        check_handled(registry, self._topic.events)
+        return costs
+
     async def with_telemetry(self) -> Costs:
         """Handle new events with metrics for all, and spans for a sample."""
         self._telemetry.turns += 1
+        return await self._observed("telemetry_", self._telemetry.observer)
+
+    async def _observed(self, prefix: str, observer: Observer) -> Costs:
         handler = Handler(self._topic.events)
-        measured = self._run(handler, router_of(handler), new_scope(), observer=self._telemetry.observer)
-        return _times("telemetry_", await measured, self._topic.events)
+        measured = await self._run(handler, router_of(handler), new_scope(), observer=observer)
+        return _times(prefix, measured, self._topic.events)
 
     async def with_scope(self) -> Costs:
         """Handle each new event in a Dishka REQUEST scope, with one dependency."""
@@ -200,7 +212,7 @@ def derive(costs: Costs) -> Costs:
     results["commit_us"] = costs["commit_call_us"] * costs["wall_us"] / 1e6
     results["sum_us"] = sum(results[f"{name}_us"] for name in STAGES)
     results["residue_us"] = costs["whole_us"] - results["sum_us"]
-    for variant in ("telemetry", "scoped", "duplicate", "result", "own_thresholds"):
+    for variant in ("metrics", "telemetry", "scoped", "duplicate", "result", "own_thresholds"):
         results[f"{variant}_more_us"] = costs[f"{variant}_whole_us"] - costs["whole_us"]
     return results
 
@@ -252,6 +264,7 @@ def _turns(topic: Topic, service: WholeService, records: Mapping[Any, list[Recor
         "duplicates": service.duplicates,
         "with a result": partial(service.fresh, "result_", router=_router_with_result),
         "Python's default thresholds": service.python_thresholds,
+        "metrics": service.with_metrics,
         "telemetry": service.with_telemetry,
         "REQUEST scope": service.with_scope,
     }

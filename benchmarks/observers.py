@@ -37,6 +37,17 @@ class _Dropping(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
+def check_handled(registry: CollectorRegistry, events: int) -> None:
+    """Raise AssertionError unless the metrics in `registry` have counted this number of handled events."""
+    handled = sum(
+        sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "idempotency_events_handled_total"
+    )
+    ensure(handled == events, f"{handled} of {events} are in the metrics")
+
+
 class Telemetry:
     """Metrics and sampled spans of one service."""
 
@@ -55,13 +66,7 @@ class Telemetry:
     def check(self, events: int) -> None:
         """Raise AssertionError unless every event was counted, and about the right number traced."""
         self._provider.force_flush()
-        handled = sum(
-            sample.value
-            for family in self._registry.collect()
-            for sample in family.samples
-            if sample.name == "idempotency_events_handled_total"
-        )
-        ensure(handled == events, f"{handled} of {events} are in the metrics")
+        check_handled(self._registry, events)
         ensure(self._exporter.dropped > events * SAMPLED / 2, f"{self._exporter.dropped} spans of {events} events")
 
     def __enter__(self) -> Self:
