@@ -74,9 +74,8 @@ demo: $(SETUP)  ## the platform on embedded servers, with duplicates and a kille
 	@$(BIN)/python -m examples.demo
 
 test: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## all tests, on a real Redis, Apache Kafka and MariaDB, and DynamoDB Local
-	@# Three on two cores: two leave a quarter of them idle, waiting for leases and sessions to end.  Not in the order of
-	@# the numbers of tests in files: the few that wait for long would come last, and wait together.
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@# Three on two cores: two leave a quarter of them idle, waiting for leases and sessions to end.
+	@$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-quick: $(SETUP)  ## the unit tests and the contract of the Redis store, in about a minute
 	@$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" tests/unit tests/contract/test_memory.py tests/contract/test_redis.py

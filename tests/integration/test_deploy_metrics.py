@@ -17,6 +17,7 @@ from aiokafka import AIOKafkaProducer
 from prometheus_client.parser import text_string_to_metric_families
 
 from integr8s_idem.events import encode_event, event_headers
+from integr8s_idem.telemetry.merged_metrics import RESTARTS, WORKER_PROCESSES
 from services.events import ExecutionRequested, PodCreated
 from tests.packaging.repository import ROOT
 from tests.support.browser import Browser
@@ -35,6 +36,8 @@ ADAPTER = yaml.safe_load(
 
 BUILT_IN = {"up": {"job", "instance"}, "ALERTS": {"alertname", "alertstate", "service"}}
 """Metrics that Prometheus itself provides."""
+SUPERVISED: dict[str, set[str]] = {WORKER_PROCESSES: set(), f"{RESTARTS}_total": set()}
+"""Metrics of a supervisor, whose tests are in `test_supervisor_processes.py`."""
 ERROR_LABELS = {"error_type"}
 """Labels of calls that have failed, which the worker has none of."""
 TARGET_LABELS = {"job", "instance", "namespace"}
@@ -189,7 +192,7 @@ EXPRESSIONS = expressions()
 
 
 def test_every_query_has_data_from_a_worker(busy_worker: Worker) -> None:
-    exposed = busy_worker.families() | BUILT_IN
+    exposed = busy_worker.families() | BUILT_IN | SUPERVISED
     recorded = {rule["record"]: named(rule["expr"]).metrics for rule in RULES if "record" in rule}
 
     for name, (expression, shown) in EXPRESSIONS.items():

@@ -149,6 +149,8 @@ async def test_sql_statements_run_on_a_real_server(shared_postgres: PostgresServ
     attempt = connection.transaction()
     await attempt.start()
     try:
+        # The server is shared, and other tests may have created the tables.
+        await connection.execute("CREATE SCHEMA pages; SET LOCAL search_path = pages")
         await connection.execute(ddl(make_url("postgresql://").get_dialect()()))
         for block in of("sql"):
             await connection.execute(block.text)
