@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from benchmarks.contestants import ensure
+from benchmarks.cost_tables import VARIANTS
 from benchmarks.kafka import LONGEST_TURN, NOOP, Handler, OrderPlaced, Topic, filled_topic, new_scope, router_of
 from benchmarks.measuring import Flat, rotated
 from benchmarks.observers import Telemetry, check_handled
@@ -212,7 +213,7 @@ def derive(costs: Costs) -> Costs:
     results["commit_us"] = costs["commit_call_us"] * costs["wall_us"] / 1e6
     results["sum_us"] = sum(results[f"{name}_us"] for name in STAGES)
     results["residue_us"] = costs["whole_us"] - results["sum_us"]
-    for variant in ("metrics", "telemetry", "scoped", "duplicate", "result", "own_thresholds"):
+    for variant in VARIANTS:
         results[f"{variant}_more_us"] = costs[f"{variant}_whole_us"] - costs["whole_us"]
     return results
 

@@ -181,11 +181,8 @@ def _machine(results: Results) -> str:
 
 def _other_machine(results: Results) -> str:
     servers = sorted({results[f"{name}.server"] for name in ("kafka", "transactions")})
-    return f"{_machine(results)} {'; '.join(servers)}. Measured from {min(_times(results))[:10]} on."
-
-
-def _times(results: Results) -> list[str]:
-    return [value for name, value in results.items() if name.endswith(".measured_at")]
+    first = min(value for name, value in results.items() if name.endswith(".measured_at"))
+    return f"{_machine(results)} {'; '.join(servers)}. Measured from {first[:10]} on."
 
 
 def all_tables() -> dict[str, str]:

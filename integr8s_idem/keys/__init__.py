@@ -64,9 +64,6 @@ class EntryPoint(str, Enum):
 _PLAIN_KEY: Final = re.compile(rf"[A-Za-z0-9_.~{re.escape(_SAFE_IN_A_CALLERS_KEY)}-]{{1,{LONGEST_LABEL}}}")
 """A caller's key that is its own escaped form, and its own label, unless it begins with one of `_RESERVED`."""
 
-_PLAIN_VALUE: Final = re.compile(rf"[A-Za-z0-9_.~{re.escape(_SAFE)}-]*")
-"""A component that is its own escaped form, such as most ids and names."""
-
 _RESERVED: Final = tuple(f"{entry.value}:" for entry in EntryPoint)
 """Prefixes that are escaped in keys from callers."""
 
@@ -120,11 +117,8 @@ class Key:
     @staticmethod
     def of_event(handler: str, event_type: str, how: str, value: str, *, generation: int = 0) -> Key:
         """Create a key from an event; `handler` distinguishes the handlers of the event."""
-        prefix, is_printable = _key_prefix(handler, event_type, how)
-        name = f"{event_type}:{value}"
-        if is_printable and len(name) <= LONGEST_LABEL and _PLAIN_VALUE.fullmatch(value):
-            return Key(prefix + value, name, generation)
-        return Key(prefix + escaped(value), _label(name), generation)
+        text = _key_prefix(handler, event_type, how) + escaped(value)
+        return Key(text, _label(f"{event_type}:{value}"), generation)
 
     @property
     def label(self) -> str:
@@ -276,7 +270,8 @@ def _label(text: str) -> str:
 
 def escaped(component: str, *, safe: str = _SAFE) -> str:
     """Percent-encode separators and everything but printable ASCII in a component of a key."""
-    if (plain := _plain_text(safe).fullmatch(component)) is not None:
+    plain = _plain_text(safe).fullmatch(component)
+    if plain:
         return plain[0]
     if component.isascii():
         return component.translate(_escapes(safe))
@@ -300,9 +295,9 @@ def _escapes(safe: str) -> dict[int, str]:
 
 
 @lru_cache(maxsize=1024)
-def _key_prefix(handler: str, event_type: str, how: str) -> tuple[str, bool]:
-    """Return the common prefix of the keys of one handler for one event type, and whether the type is printable."""
-    return ":".join(map(escaped, (handler, event_type, how, ""))), event_type.isprintable()
+def _key_prefix(handler: str, event_type: str, how: str) -> str:
+    """Return the common prefix of the keys of one handler for one event type."""
+    return ":".join(map(escaped, (handler, event_type, how, "")))
 
 
 @lru_cache(maxsize=1024)
@@ -315,7 +310,7 @@ def _key_maker(handler: str, event: type[BaseEvent], event_type: str) -> Any | N
     return speedups.native.KeyMaker(
         Key,
         KeyedWork,
-        prefix=_key_prefix(handler, event_type, "id")[0],
+        prefix=_key_prefix(handler, event_type, "id"),
         label=label,
         longest_label=LONGEST_LABEL,
         safe="".join(character for character in map(chr, range(128)) if escaped(character) == character),
