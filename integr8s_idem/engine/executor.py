@@ -127,7 +127,8 @@ class Executor(RunServices):
             if run is None:
                 raise
             return run
-        self._count_verdict(work, verdict)
+        for signal in _signals_of(work, verdict):
+            self.observer.count(signal, work.event_type)
         if not isinstance(verdict, Reserved):
             return self.declined(work, verdict, options)
         run = self.reserved(work, verdict, asked_at, options)
@@ -156,9 +157,9 @@ class Executor(RunServices):
             return self._unguarded(work, downstream_key(verdict.key, verdict.offered.hex()), options)
         return verdict
 
-    def execute(
-        self, work: Work, function: Callable[[Attempt], Awaitable[T]], options: RunOptions = ONCE
-    ) -> Coroutine[Any, Any, Outcome[T]]:
+    async def execute(
+        self, work: Work, function: Callable[..., Awaitable[T]], options: RunOptions = ONCE
+    ) -> Outcome[T]:
         """Reserve, run and record `work` once.  Never waits for another run.
 
         `function` does the work; its ordinary exceptions become `HandlerFailed`.
@@ -169,13 +170,25 @@ class Executor(RunServices):
             LeaseLostError: The reservation was lost during the run.
             CancelledError: The caller was cancelled; the key has been released.
         """
-        return self._execute(work, function, options)  # type: ignore[return-value]  # no run without isolation
+        late_starts = 0
+        while True:
+            opened = await self.open(work, options)
+            if not isinstance(opened, Run):
+                return opened
+            if work.isolation is Isolation.PENDING and opened.is_suspect:
+                return opened  # type: ignore[return-value]  # only of the two methods below
+            outcome = await opened.perform(function if opened.writer is None else _writing(function, opened.writer))
+            if not isinstance(outcome, NotStarted):
+                return outcome
+            # The delay between the reservation and the start may exceed the lease every time.
+            await asyncio.sleep(min(FIRST_LOOK * 2**late_starts, LONGEST_LOOK) if late_starts else 0)
+            late_starts += 1
 
     def execute_or_suspect(
         self, work: Work, function: Callable[[Attempt], Awaitable[T]], options: RunOptions
     ) -> Coroutine[Any, Any, Outcome[T] | Run]:
         """Execute work whose isolation may be pending: a suspect run is returned without being started."""
-        return self._execute(work, function, options)
+        return self.execute(work, function, options)
 
     def execute_writing(
         self,
@@ -187,22 +200,7 @@ class Executor(RunServices):
 
         The writes of the function and its outcome are committed together.
         """
-        return self._execute(work, function, RunOptions(wait_for_store, writes_outcome=True))
-
-    async def _execute(
-        self, work: Work, function: Callable[..., Awaitable[T]], options: RunOptions
-    ) -> Outcome[T] | Run:
-        late_starts = 0
-        while True:
-            opened = await self.open(work, options)
-            if not isinstance(opened, Run) or opened.is_suspect:
-                return opened
-            outcome = await opened.perform(function if opened.writer is None else _writing(function, opened.writer))
-            if not isinstance(outcome, NotStarted):
-                return outcome
-            # The delay between the reservation and the start may exceed the lease every time.
-            await asyncio.sleep(min(FIRST_LOOK * 2**late_starts, LONGEST_LOOK) if late_starts else 0)
-            late_starts += 1
+        return self.execute(work, function, RunOptions(wait_for_store, writes_outcome=True))
 
     async def execute_joined(
         self, records: JoinedRepository, work: Work, function: Callable[[Attempt], Awaitable[T]]
@@ -258,6 +256,8 @@ class Executor(RunServices):
         try:
             while True:
                 outcome: P | Pending = await one_pass()
+                if type(outcome) is Executed:
+                    return outcome
                 if work.forgotten and isinstance(outcome, Completed):
                     outcome = _about_to_expire(outcome)
                 if not isinstance(outcome, Pending):
@@ -392,11 +392,6 @@ class Executor(RunServices):
         run = Run(self, work, None, options)
         run.attempt = Attempt(key, work.unguarded_runs, 0, float("inf"), work.key.label, work.key.generation)
         return run
-
-    def _count_verdict(self, work: Work, verdict: Verdict) -> None:
-        """Report a verdict of the store."""
-        for signal in _signals_of(work, verdict):
-            self.observer.count(signal, work.event_type)
 
     def _count_verdicts(self, works: Sequence[Work], verdicts: Sequence[Verdict]) -> None:
         """Report the verdicts of the store, by event type."""

@@ -8,11 +8,12 @@ only through `Span.annotate`, and only if a setting allows it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
+from types import TracebackType
 from typing import Final, Protocol
 
 from integr8s_idem._util.fast_dataclass import quick
@@ -336,7 +337,19 @@ class Observer(Protocol):
 
 
 class _SilentSpan:
+    """A phase, and its span, of which nothing is kept."""
+
     __slots__ = ()
+
+    # `contextlib.nullcontext` takes twice as long.
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Do nothing."""
 
     def link(self, trace: TraceLink, relation: Relation = Relation.RUN) -> None:
         """Do nothing."""
@@ -351,7 +364,7 @@ class _SilentSpan:
         return None
 
 
-_SILENT_PHASE: Final[AbstractContextManager[Span]] = nullcontext(_SilentSpan())
+_SILENT_PHASE: Final[AbstractContextManager[Span]] = _SilentSpan()
 
 
 class SilentObserver:
