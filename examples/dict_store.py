@@ -26,6 +26,7 @@ from integr8s_idem.records import (
     ReserveRequest,
     Scheduled,
     StoreHealth,
+    TraceLink,
     Verdict,
     is_other_payload,
 )
@@ -106,10 +107,12 @@ class DictStore:
             record = replace(
                 record, lapsed=last.lapsed + lapsed, lapsed_alone=last.lapsed_alone + (lapsed and last.alone)
             )
-        reserved = self._keep(request, Row(record, request.token, previous), now)
-        return reserved if last is None else replace(reserved, trace=last.trace)
+        trace = None if last is None else last.trace
+        return self._keep(request, Row(record, request.token, previous), now, trace)
 
-    def _keep(self, request: ReserveRequest, row: Row, now: datetime) -> Reserved:
+    def _keep(
+        self, request: ReserveRequest, row: Row, now: datetime, previous_trace: TraceLink | None = None
+    ) -> Reserved:
         lease = min(request.lease, LONGEST)
         # A record that expires before its lease would allow two owners of the key.
         expires_at = now + min(max(request.retention, lease), LONGEST)
@@ -125,6 +128,7 @@ class DictStore:
             previous=row.previous,
             lapsed=row.record.lapsed,
             lapsed_alone=row.record.lapsed_alone,
+            trace=previous_trace,
         )
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
@@ -155,7 +159,7 @@ class DictStore:
             return [row is not None for row in rows]
 
     def _schedule(self, reservation: Reserved, now: datetime, delay: timedelta, retention: timedelta) -> bool:
-        if self._owned(replace(reservation, token=NOBODY), now) is not None:
+        if self._owned(reservation, now, by=NOBODY) is not None:
             return True  # a retry after a lost response: it is scheduled already
         row = self._owned(reservation, now)
         if row is None:
@@ -225,12 +229,12 @@ class DictStore:
             return None
         return row
 
-    def _owned(self, reservation: Reserved, now: datetime) -> Row | None:
-        """Return the row that this reservation still owns, even if its lease has ended."""
+    def _owned(self, reservation: Reserved, now: datetime, *, by: bytes | None = None) -> Row | None:
+        """Return the row that this reservation still owns, even if its lease has ended; `by`: under another token."""
         row = self._alive(reservation.key, now)
         if row is None or row.record.status is not PROCESSING:
             return None
-        return row if (row.token, row.record.fence) == (reservation.token, reservation.fence) else None
+        return row if (row.token, row.record.fence) == (by or reservation.token, reservation.fence) else None
 
     def _write(self, row: Row, record: IdempotencyRecord) -> None:
         self._rows[record.key] = replace(row, record=record)

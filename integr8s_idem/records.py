@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Final, NamedTuple, TypeAlias
 
-from integr8s_idem._util.fast_dataclass import quick
+from msgspec import Struct
 
 JSON: Final = "application/json"
 
@@ -62,27 +62,21 @@ class Previous(str, Enum):
     """Its lease ended without an outcome: the owner crashed or stalled.  This run is a takeover."""
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class StoredResult:
+class StoredResult(Struct, frozen=True, gc=False):
     """The result of a handler, as bytes and their media type."""
 
     body: bytes
     content_type: str = JSON
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class TraceLink:
+class TraceLink(Struct, frozen=True, gc=False):
     """The span that did the work: 16 bytes of trace id, 8 of span id (W3C Trace Context)."""
 
     trace_id: bytes
     span_id: bytes
 
 
-@quick
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveRequest:
+class ReserveRequest(Struct, frozen=True, kw_only=True, gc=False):
     """A request to do one unit of work."""
 
     key: str
@@ -108,9 +102,7 @@ class ReserveRequest:
     """Whether the attempt runs alone in its process: if it lapses, no other work can have crashed the process."""
 
 
-@quick
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reserved:
+class Reserved(Struct, frozen=True, kw_only=True, gc=False):
     """The caller may do the work until the lease ends, unless another worker has a higher `fence`."""
 
     key: str
@@ -132,9 +124,7 @@ class Reserved:
     """
 
 
-@quick
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InProgress:
+class InProgress(Struct, frozen=True, kw_only=True, gc=False):
     """Another worker holds the key; ask again after `retry_after` at the latest."""
 
     key: str
@@ -144,9 +134,7 @@ class InProgress:
     owner: str = ""
 
 
-@quick
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduled:
+class Scheduled(Struct, frozen=True, kw_only=True, gc=False):
     """An attempt failed, and the next one may not begin before `retry_after` has passed; nobody holds the key."""
 
     key: str
@@ -158,9 +146,7 @@ class Scheduled:
     """Who scheduled it."""
 
 
-@quick
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completed:
+class Completed(Struct, frozen=True, kw_only=True, gc=False):
     """The work is done; `result` is its result."""
 
     key: str
@@ -173,9 +159,7 @@ class Completed:
     trace: TraceLink | None = None
 
 
-@quick
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failed(Struct, frozen=True, kw_only=True, gc=False):
     """The work was given up."""
 
     key: str
@@ -185,8 +169,7 @@ class Failed:
     trace: TraceLink | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyReused:
+class KeyReused(Struct, frozen=True, kw_only=True, gc=False):
     """The key was used with a different payload."""
 
     key: str
@@ -194,8 +177,7 @@ class KeyReused:
     offered: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Corrupt:
+class Corrupt(Struct, frozen=True, kw_only=True, gc=False):
     """The record cannot be read.  It does not affect other keys of the batch and is never treated as absent."""
 
     key: str
@@ -209,9 +191,7 @@ Verdict: TypeAlias = Reserved | Pending | Completed | Failed | KeyReused | Corru
 """The answer to `reserve`."""
 
 
-@quick
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Completion(Struct, frozen=True, kw_only=True, gc=False):
     """The work of `reservation` is done."""
 
     reservation: Reserved
@@ -221,9 +201,7 @@ class Completion:
     result_dropped: bool = False
 
 
-@quick
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(Struct, frozen=True, kw_only=True, gc=False):
     """The work of `reservation` failed permanently."""
 
     reservation: Reserved

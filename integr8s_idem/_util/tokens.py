@@ -22,14 +22,9 @@ def new_token() -> bytes:
     return token
 
 
-def new_tokens(count: int) -> bytes:
-    """Return that many tokens, one after the other."""
-    return os.urandom(TOKEN_BYTES * count)
-
-
 def iter_tokens(count: int) -> Iterator[bytes]:
     """Return an iterator over that many tokens."""
-    drawn = new_tokens(count)
+    drawn = os.urandom(TOKEN_BYTES * count)
     return iter([drawn[start : start + TOKEN_BYTES] for start in range(0, len(drawn), TOKEN_BYTES)])
 
 

@@ -127,8 +127,7 @@ class Executor(RunServices):
             if run is None:
                 raise
             return run
-        for signal in _signals_of(work, verdict):
-            self.observer.count(signal, work.event_type)
+        self._count_verdict(work, verdict)
         if not isinstance(verdict, Reserved):
             return self.declined(work, verdict, options)
         run = self.reserved(work, verdict, asked_at, options)
@@ -256,8 +255,6 @@ class Executor(RunServices):
         try:
             while True:
                 outcome: P | Pending = await one_pass()
-                if type(outcome) is Executed:
-                    return outcome
                 if work.forgotten and isinstance(outcome, Completed):
                     outcome = _about_to_expire(outcome)
                 if not isinstance(outcome, Pending):
@@ -392,6 +389,11 @@ class Executor(RunServices):
         run = Run(self, work, None, options)
         run.attempt = Attempt(key, work.unguarded_runs, 0, float("inf"), work.key.label, work.key.generation)
         return run
+
+    def _count_verdict(self, work: Work, verdict: Verdict) -> None:
+        """Report a verdict of the store."""
+        for signal in _signals_of(work, verdict):
+            self.observer.count(signal, work.event_type)
 
     def _count_verdicts(self, works: Sequence[Work], verdicts: Sequence[Verdict]) -> None:
         """Report the verdicts of the store, by event type."""

@@ -493,7 +493,9 @@ class IdempotencyManager:
         longest_wait = self._wait_timeout if wait_timeout is None else duration(wait_timeout, "wait_timeout")
         checked_ttl = None if ttl is None else self.checked_ttl(ttl)
         block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
-        wait = self._on_in_progress if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
+        wait = (
+            self._on_in_progress if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
+        )
         payload = None if fingerprint is None else given_fingerprint(fingerprint)
         work_key = self._store_client.space.key(key)
         if self.executor.cache is not None and (known := self.executor.known_here(work_key, payload)) is not None:
@@ -512,7 +514,10 @@ class IdempotencyManager:
             question = partial(_asked, reconcile)
         # As `run_work`; two more coroutines would take as long as a verdict.
         one_pass = self._one_pass(work, without_attempt, function, question)
-        outcome = await self.executor.await_outcome(work, one_pass, on_in_progress=wait, wait_timeout=longest_wait)
+        settling: Coroutine[Any, Any, Outcome[T]] = self.executor.await_outcome(
+            work, one_pass, on_in_progress=wait, wait_timeout=longest_wait
+        )
+        outcome = await settling
         return outcome.value if type(outcome) is Executed else self._value_of(outcome, work, function)
 
     def run_work(

@@ -10,16 +10,18 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import Context
-from dataclasses import replace
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, TypeVar
+
+from msgspec.structs import replace
 
 from integr8s_idem.config import IdempotencyConfig, OnStoreError
 from integr8s_idem.engine.coalescer import Coalescer
 from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.engine.fork_guard import ForkGuard
-from integr8s_idem.engine.request_batches import batch_maker, retention_rule
+from integr8s_idem.engine.request_batches import requests_of, retention_rule
 from integr8s_idem.engine.results import NOT_KEPT, discarded_result, encode_result
 from integr8s_idem.engine.work import Isolation, WaitForStore, Work
 from integr8s_idem.errors import (
@@ -69,7 +71,6 @@ class StoreClient:
         self._lease, self._default_ttl = config.lease, config.ttl
         self._retention_of = retention_rule(self._default_ttl, self._lease)
         self.space = KeySpace(config.key_prefix, scope, config.hash_keys)
-        self._make_requests = batch_maker(self.request, self.space, self._lease, owner, self._retention_of)
         self._repository = repository
         self._reservations = Coalescer(repository.reserve, abandoned=self._release_abandoned)
         self._completions = Coalescer(repository.complete)
@@ -108,11 +109,11 @@ class StoreClient:
     def requests(self, works: Sequence[Work]) -> list[ReserveRequest]:
         """Make the reservation requests for `works`.  Raises an error like `request`."""
         self.home.check()
-        return self._make_requests(works)
+        return requests_of(works, self.space, self._lease, self._owner, self._retention_of)
 
     def unmark_later(self, work: Work, reserved: Reserved) -> None:
         """Clear the mark of an isolated attempt in the record, in the background."""
-        request = replace(self.request(replace(work)), token=reserved.token, alone=False)
+        request = replace(self.request(copy(work)), token=reserved.token, alone=False)
         self.in_background(self._unmark(work, request, reserved.fence))
 
     async def _unmark(self, work: Work, request: ReserveRequest, fence: int) -> None:

@@ -10,7 +10,8 @@ from enum import Enum
 from time import perf_counter
 from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 
-from integr8s_idem._util.fast_dataclass import quick
+from msgspec import Struct
+
 from integr8s_idem._util.tokens import new_token
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnKeyReused
 from integr8s_idem.engine.failure_policy import FailurePolicy
@@ -36,9 +37,7 @@ WaitForStore: TypeAlias = Callable[[StoreError], Awaitable[None]]
 """Returns when the store may be available again."""
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(Struct, frozen=True, gc=False):
     """One run of a unit of work, as passed to its function."""
 
     key: str
@@ -215,9 +214,7 @@ class Work:
         self.token = b""
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class Executed(Generic[T]):
+class Executed(Struct, Generic[T], frozen=True):
     """The function ran and returned."""
 
     value: T

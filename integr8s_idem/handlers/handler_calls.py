@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from msgspec import Struct
+
 from integr8s_idem._util.counts import is_count
-from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem._util.loop_fairness import pace_of, turn_of_the_loop
 from integr8s_idem.engine.active_runs import ActiveRun, check_start, run_of
 from integr8s_idem.engine.iterators import PLAIN_CLASSES, refuse_awaitable
@@ -105,9 +106,7 @@ class BatchCall:
             check_start(run)
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class HandlerCall:
+class HandlerCall(Struct, frozen=True):
     """Arguments of a call of a handler."""
 
     event: BaseEvent

@@ -17,15 +17,17 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from integr8s_idem._util import speedups
 from integr8s_idem._util.escaping import printable
-from integr8s_idem._util.fast_dataclass import quick
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.keys.fingerprints import content_hash, event_field_set, fingerprint_of, plain_names
@@ -79,9 +81,7 @@ class KeyStrategy(str, Enum):
     """From a function of the event."""
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(Struct, frozen=True, gc=False):
     """One unit of work within a scope, already escaped."""
 
     text: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -188,7 +188,7 @@ class MemoryIdempotencyRepository:
         return [self._release(reservation, now) for reservation in reservations]
 
     def _schedule(self, reservation: Reserved, now: datetime, delay: timedelta, retention: timedelta) -> bool:
-        if self._held(replace(reservation, token=NOBODY), now) is not None:
+        if self._held(reservation, now, by=NOBODY) is not None:
             return True  # by an earlier call, whose answer was lost
         entry = self._held(reservation, now)
         if entry is None:
@@ -287,12 +287,12 @@ class MemoryIdempotencyRepository:
             return None
         return entry
 
-    def _held(self, reservation: Reserved, now: datetime) -> _Entry | None:
-        """Return the entry if this reservation still owns it."""
+    def _held(self, reservation: Reserved, now: datetime, *, by: bytes | None = None) -> _Entry | None:
+        """Return the entry if this reservation still owns it, with another token if `by` is given."""
         entry = self._living(reservation.key, now)
         if entry is None or entry.status is not IdempotencyStatus.PROCESSING:
             return None
-        return entry if (entry.token, entry.fence) == (reservation.token, reservation.fence) else None
+        return entry if (entry.token, entry.fence) == (by or reservation.token, reservation.fence) else None
 
     def _if_unchanged(self, record: IdempotencyRecord, now: datetime) -> _Entry | None:
         """Return the entry if it has not changed since `record` was read."""

@@ -16,7 +16,8 @@ from enum import Enum
 from types import TracebackType
 from typing import Final, Protocol
 
-from integr8s_idem._util.fast_dataclass import quick
+from msgspec import Struct
+
 from integr8s_idem.records import Database, TraceLink
 
 __all__ = [
@@ -107,9 +108,7 @@ class Relation(str, Enum):
     """The other span is of a delivery that is a member of this batch."""
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class Past:
+class Past(Struct, frozen=True):
     """A phase that is over when it is observed."""
 
     since: float

@@ -47,7 +47,7 @@ class PayloadContract:
         verdict = await ask(store, wish(key, fingerprint=offered))
 
         is_free = state in {"lapsed", "released"}
-        expected = {"processing": InProgress, "completed": Completed, "failed": Failed}.get(state, Reserved)
+        expected: type = {"processing": InProgress, "completed": Completed, "failed": Failed}.get(state, Reserved)
         assert isinstance(verdict, expected)
         (record,) = await store.repository.get([key])
         # The payload of the attempt that runs, or that had the outcome.

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+
+from msgspec.structs import replace
 
 from integr8s_idem.engine.work import Transaction
 from integr8s_idem.handlers.handler_calls import BatchCall, BeforeCommit, HandlerCall, RegisteredHandler

@@ -6,8 +6,6 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyString, PyTuple, PyType};
 use sha2::{Digest, Sha256};
 
-use crate::slots::Slots;
-
 const FINGERPRINT_BYTES: usize = 16;
 /// The largest integer of I-JSON; others are written differently.
 const SAFE_INTEGER: i64 = (1 << 53) - 1;
@@ -17,7 +15,7 @@ const SAFE_INTEGER: i64 = (1 << 53) - 1;
 /// The fields of the class are plain, and sorted by their names: their JSON is canonical as they are written.
 #[pyclass(frozen)]
 pub struct KeyMaker {
-    key: Slots,
+    key: Py<PyType>,
     keyed_work: Py<PyType>,
     new_tuple: Py<PyAny>,
     prefix: String,
@@ -39,7 +37,7 @@ impl KeyMaker {
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
-        key: &Bound<'_, PyType>,
+        key: Py<PyType>,
         keyed_work: Py<PyType>,
         prefix: String,
         label: String,
@@ -63,7 +61,7 @@ impl KeyMaker {
             fields.push((PyString::intern(py, &name).unbind(), start));
         }
         Ok(Self {
-            key: Slots::new(key, &["text", "name", "generation"])?,
+            key,
             keyed_work,
             new_tuple: py.get_type::<PyTuple>().getattr("__new__")?.unbind(),
             prefix,
@@ -93,7 +91,7 @@ impl KeyMaker {
         };
         let text = PyString::new(py, &[self.prefix.as_str(), &id].concat());
         let name = PyString::new(py, &[self.label.as_str(), &id].concat());
-        let key = self.key.make(py, &[text.as_any(), name.as_any(), generation])?;
+        let key = self.key.bind(py).call1((text, name, generation))?;
         let mut fingerprint = [0; FINGERPRINT_BYTES];
         let (set, digest) = fingerprint.split_at_mut(self.field_set.len());
         set.copy_from_slice(&self.field_set);

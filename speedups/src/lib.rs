@@ -3,18 +3,17 @@
 //! Each function handles the common case, and otherwise returns `None` or calls Python: errors, and the handling of
 //! unusual values, exist once, in Python. `integr8s_idem._util.speedups` loads this module.
 
+mod classes;
 mod commands;
 mod events;
 mod json;
 mod keys;
 mod redis;
-mod requests;
-mod slots;
 
 use pyo3::prelude::*;
 
 /// Number of the interface between this module and integr8s-idem, which uses only the one that it knows.
-const INTERFACE: u32 = 4;
+const INTERFACE: u32 = 5;
 
 #[pymodule]
 fn integr8s_idem_speedups(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -23,6 +22,5 @@ fn integr8s_idem_speedups(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<events::EventClasses>()?;
     module.add_function(wrap_pyfunction!(commands::pack_call, module)?)?;
     module.add_class::<keys::KeyMaker>()?;
-    module.add_class::<requests::RequestMaker>()?;
     module.add_class::<redis::RedisCodec>()
 }

@@ -1,10 +1,10 @@
-//! Arguments of the scripts in Redis, and verdicts, as `integr8s_idem.stores.redis.codec` makes them.
+//! Arguments of the scripts in Redis, and verdicts on completed work, as `integr8s_idem.stores.redis.codec` makes them.
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PyString, PyTuple, PyType};
 
-use crate::slots::Slots;
+use crate::classes::Class;
 
 const TOKEN_BYTES: usize = 16;
 const FINGERPRINT_BYTES: usize = 16;
@@ -23,16 +23,15 @@ const IS_DROPPED: u8 = 16;
 const JSON: &str = "application/json";
 const NULL: &[u8] = b"null";
 
-/// Encodes requests and completions, and makes the verdicts of keys that were absent, or whose work is done.
+/// Encodes requests and completions, and makes the verdicts on completed work.
 #[pyclass(frozen)]
 pub struct RedisCodec {
-    request: Slots,
-    reserved: Slots,
-    completion: Slots,
-    completed: Slots,
-    result: Slots,
-    trace: Slots,
-    no_previous: Py<PyAny>,
+    request: Class,
+    reserved: Class,
+    completion: Class,
+    completed: Class,
+    result: Class,
+    trace: Class,
     encode_times: Py<PyAny>,
     encode_life: Py<PyAny>,
     moment: Py<PyAny>,
@@ -40,10 +39,10 @@ pub struct RedisCodec {
 
 #[pymethods]
 impl RedisCodec {
-    /// The classes, `Previous.NONE`, and the functions that encode lease and retention, encode the life of a record,
-    /// and convert milliseconds to a time.
+    /// The classes, and the functions that encode lease and retention, encode the life of a record, and convert
+    /// milliseconds to a time.
     #[new]
-    #[pyo3(signature = (*, request, reserved, completion, completed, result, trace, no_previous, encode_times, encode_life, moment))]
+    #[pyo3(signature = (*, request, reserved, completion, completed, result, trace, encode_times, encode_life, moment))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         request: &Bound<'_, PyType>,
@@ -52,25 +51,20 @@ impl RedisCodec {
         completed: &Bound<'_, PyType>,
         result: &Bound<'_, PyType>,
         trace: &Bound<'_, PyType>,
-        no_previous: Py<PyAny>,
         encode_times: Py<PyAny>,
         encode_life: Py<PyAny>,
         moment: Py<PyAny>,
     ) -> PyResult<Self> {
         Ok(Self {
-            request: Slots::new(
+            request: Class::new(
                 request,
                 &["key", "token", "lease", "retention", "fingerprint", "owner", "trace", "alone"],
-            )?,
-            reserved: Slots::new(
-                reserved,
-                &["key", "token", "attempt", "fence", "lease", "previous", "lapsed", "lapsed_alone", "trace"],
-            )?,
-            completion: Slots::new(completion, &["reservation", "ttl", "result", "result_dropped"])?,
-            completed: Slots::new(completed, &["key", "attempt", "completed_at", "result", "result_dropped", "trace"])?,
-            result: Slots::new(result, &["body", "content_type"])?,
-            trace: Slots::new(trace, &["trace_id", "span_id"])?,
-            no_previous,
+            ),
+            reserved: Class::new(reserved, &["key", "token", "attempt", "fence", "lease"]),
+            completion: Class::new(completion, &["reservation", "ttl", "result", "result_dropped"]),
+            completed: Class::new(completed, &["key", "attempt", "completed_at", "result", "result_dropped", "trace"]),
+            result: Class::new(result, &["body", "content_type"]),
+            trace: Class::new(trace, &["trace_id", "span_id"]),
             encode_times,
             encode_life,
             moment,
@@ -94,61 +88,10 @@ impl RedisCodec {
         Ok(encoded)
     }
 
-    /// Return the verdict on each request, whose answers follow the time in `answer`; `None` for a key that was neither
-    /// absent nor completed, and for a record that Python must read.
-    fn verdicts<'py>(
-        &self,
-        requests: &Bound<'py, PyList>,
-        answer: &Bound<'py, PyList>,
-    ) -> PyResult<Vec<Option<Bound<'py, PyAny>>>> {
-        let py = requests.py();
-        let fence = answer.get_item(0)?;
-        let (zero, one) = (0_u8.into_pyobject(py)?.into_any(), 1_u8.into_pyobject(py)?.into_any());
-        let (previous, no_trace) = (self.no_previous.bind(py), py.None().into_bound(py));
-        let mut verdicts = Vec::with_capacity(answer.len().saturating_sub(1));
-        for (index, one_answer) in answer.iter().skip(1).enumerate() {
-            if let Ok(record) = one_answer.cast_exact::<PyBytes>() {
-                verdicts.push(requests.get_item(index).ok().and_then(|request| self.completed(&request, record)));
-                continue;
-            }
-            // Small integers exist once.
-            let request = one_answer.is(&zero).then(|| requests.get_item(index)).transpose()?;
-            let parts = request.and_then(|request| {
-                Some((self.request.get(&request, 0)?, self.request.get(&request, 1)?, self.request.get(&request, 2)?))
-            });
-            verdicts.push(match parts {
-                Some((key, token, lease)) => Some(
-                    self.reserved.make(py, &[&key, &token, &one, &fence, &lease, previous, &zero, &zero, &no_trace])?,
-                ),
-                None => None,
-            });
-        }
-        Ok(verdicts)
-    }
-
-    /// Return the argument of `settle.lua` for each completion; `slowly` encodes one that Python must encode.
-    fn encode_completions<'py>(
-        &self,
-        completions: &Bound<'py, PyList>,
-        slowly: &Bound<'py, PyAny>,
-    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        let mut life = Cached::new(self.encode_life.bind(completions.py()).clone());
-        let mut encoded = Vec::with_capacity(completions.len());
-        for completion in completions.iter() {
-            encoded.push(match self.encode_completion(&completion, &mut life) {
-                Some(bytes) => PyBytes::new(completions.py(), &bytes).into_any(),
-                None => slowly.call1((completion,))?,
-            });
-        }
-        Ok(encoded)
-    }
-}
-
-impl RedisCodec {
-    /// Return the verdict on a request for completed work with this record; `None` if Python must make it.
-    fn completed<'py>(&self, request: &Bound<'py, PyAny>, record: &Bound<'py, PyBytes>) -> Option<Bound<'py, PyAny>> {
+    /// Return the verdict on a request whose answer is the record of completed work; `None` if Python must make it.
+    fn completed<'py>(&self, request: &Bound<'py, PyAny>, answer: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
         let py = request.py();
-        let record = Settled::read(record.as_bytes())?;
+        let record = Settled::read(answer.cast_exact::<PyBytes>().ok()?.as_bytes())?;
         let (key, offered) = (self.request.get(request, 0)?, self.request.get(request, 4)?);
         if let (Some(stored), false) = (record.fingerprint, offered.is_none()) {
             if offered.cast_exact::<PyBytes>().ok()?.as_bytes() != stored {
@@ -173,10 +116,29 @@ impl RedisCodec {
         self.completed.make(py, &[&key, &attempt, &completed_at, &result, &dropped, &trace]).ok()
     }
 
+    /// Return the argument of `settle.lua` for each completion; `slowly` encodes one that Python must encode.
+    fn encode_completions<'py>(
+        &self,
+        completions: &Bound<'py, PyList>,
+        slowly: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let mut life = Cached::new(self.encode_life.bind(completions.py()).clone());
+        let mut encoded = Vec::with_capacity(completions.len());
+        for completion in completions.iter() {
+            encoded.push(match self.encode_completion(&completion, &mut life) {
+                Some(bytes) => PyBytes::new(completions.py(), &bytes).into_any(),
+                None => slowly.call1((completion,))?,
+            });
+        }
+        Ok(encoded)
+    }
+}
+
+impl RedisCodec {
     fn encode_request<'py>(&self, request: &Bound<'py, PyAny>, times: &mut Cached<'py>) -> Option<Vec<u8>> {
         let get = |slot| self.request.get(request, slot);
         let (trace, alone) = (get(6)?, get(7)?);
-        if !self.request.describes(request) || !trace.is_none() || alone.is_truthy().ok()? {
+        if !trace.is_none() || alone.is_truthy().ok()? {
             return None;
         }
         let (token, fingerprint, owner) = (get(1)?, get(4)?, get(5)?);
@@ -203,9 +165,6 @@ impl RedisCodec {
     fn encode_completion<'py>(&self, completion: &Bound<'py, PyAny>, life: &mut Cached<'py>) -> Option<Vec<u8>> {
         let get = |slot| self.completion.get(completion, slot);
         let (reservation, result, dropped) = (get(0)?, get(2)?, get(3)?);
-        if !self.completion.describes(completion) || !self.reserved.describes(&reservation) {
-            return None;
-        }
         let (token, fence) = (self.reserved.get(&reservation, 1)?, self.reserved.get(&reservation, 3)?);
         let token = bytes_of(&token, TOKEN_BYTES)?;
         let fence: u64 = fence.cast_exact::<PyInt>().ok()?.extract().ok()?;
@@ -227,7 +186,7 @@ impl RedisCodec {
             return Some(());
         }
         let (body, content_type) = (self.result.get(result, 0)?, self.result.get(result, 1)?);
-        if !self.result.describes(result) || content_type.cast_exact::<PyString>().ok()?.to_str().ok()? != JSON {
+        if content_type.cast_exact::<PyString>().ok()?.to_str().ok()? != JSON {
             return None;
         }
         let body = body.cast_exact::<PyBytes>().ok()?.as_bytes();

@@ -13,6 +13,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
+from msgspec import structs
+
 from integr8s_idem.records import (
     Completed,
     Completion,
@@ -62,7 +64,7 @@ async def _round(store: RedisIdempotencyRepository, racers: list[Process], numbe
     winners = [winner for winners, _ in answers for winner in winners]
     if [attempt for attempt, _, _ in winners] != [2] or winners[0][1] <= first.fence:
         raise ViolationError(f"round {number}: {winners} took over from fence {first.fence}")
-    second = replace(first, attempt=2, fence=winners[0][1], token=bytes.fromhex(winners[0][2]))
+    second = structs.replace(first, attempt=2, fence=winners[0][1], token=bytes.fromhex(winners[0][2]))
     await _check_writes(store, first, second, number)
     return Figures(rounds=1, asked=sum(asked for _, asked in answers), takeovers=1)
 

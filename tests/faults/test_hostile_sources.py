@@ -23,7 +23,7 @@ _BUILTINS = frozenset({"eval", "exec", "compile", "__import__"})
 _LOADERS = frozenset({"load", "loads", "Unpickler", "unsafe_load", "full_load", "literal_eval"})
 
 
-_ALLOWED = {"integr8s_idem/_util/fast_dataclass.py": ["exec"], "services/k8s_worker/connection.py": ["yaml"]}
+_ALLOWED = {"services/k8s_worker/connection.py": ["yaml"]}
 """The first creates functions from the field names of a class when the class is defined, like `dataclasses`; it never
 sees data.  The second only names the error that the Kubernetes client raises for an invalid kubeconfig."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import zlib
-from dataclasses import replace
 from datetime import timedelta
 from random import Random
 from typing import Any
@@ -13,6 +12,7 @@ import hiredis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from integr8s_idem import events as wire
 from integr8s_idem import keys

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
 from random import Random
 from typing import Any, Final, Literal
+
+from msgspec import Struct
+from msgspec.structs import astuple, replace
 
 from integr8s_idem._util import speedups
 from integr8s_idem.config import IdempotencyConfig
@@ -94,11 +96,7 @@ def must_agree(kind: str, call: Callable[[], Any], given: object) -> Figures:
 def _types(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [type(value), *map(_types, value)]
-    return (
-        [type(value), *[_types(getattr(value, each.name)) for each in fields(value)]]
-        if is_dataclass(value)
-        else type(value)
-    )
+    return [type(value), *map(_types, astuple(value))] if isinstance(value, Struct) else type(value)
 
 
 def _decoder(native: Any) -> EventDecoder:

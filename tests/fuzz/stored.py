@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from datetime import timedelta
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
 from pydantic import BaseModel
 
 from integr8s_idem.engine.results import decode_result, encode_result

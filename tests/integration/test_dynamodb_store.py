@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from msgspec.structs import replace
 
 from integr8s_idem.config.store_sections import MOST_RESULT_BYTES
 from integr8s_idem.records import (

@@ -20,6 +20,7 @@ import griffe
 from tests.packaging import reference_commands, reference_metrics, reference_settings, reference_spans
 from tests.packaging.markdown import table
 from tests.packaging.repository import ROOT
+from tests.packaging.struct_constructors import constructor_of
 
 MADE: Final = "Generated from signatures and docstrings by `make reference`."
 FOLDER: Final = ROOT / "docs" / "reference" / "api"
@@ -202,6 +203,8 @@ def _class(thing: Any) -> Iterator[str]:
     for member in members:
         if member.is_function and not _is_setter(member):
             yield from ("", *_code(member), "", *_docstring(member))
+    if (constructor := constructor_of(thing)) is not None:
+        yield from ("", *_code(constructor))
 
 
 def _row(attribute: Any, of: Any) -> tuple[str, str, str]:

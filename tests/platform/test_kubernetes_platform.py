@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import connect
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from sqlalchemy import select, update
 
 from integr8s_idem import EventPublisher

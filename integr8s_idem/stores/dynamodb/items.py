@@ -216,9 +216,9 @@ def _entry(item: Item) -> Entry:
     )
 
 
-def holds(entry: Entry, reserved: Reserved, now: int) -> bool:
-    """Whether the reservation still owns the record."""
-    is_owner = (entry.status, entry.fence, entry.token) == (PROCESSING, reserved.fence, reserved.token)
+def holds(entry: Entry, reserved: Reserved, now: int, *, by: bytes | None = None) -> bool:
+    """Whether the reservation still owns the record, with another token if `by` is given."""
+    is_owner = (entry.status, entry.fence, entry.token) == (PROCESSING, reserved.fence, by or reserved.token)
     return is_owner and entry.expires_at > now
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
@@ -275,7 +274,7 @@ class DynamoIdempotencyRepository:
                 await self._send("release", self.client.update_item, schedule(one, due, due + retention, earliest))
             except ConditionFailedError as refused:
                 entry = _entry_or_none(refused.item)
-                if entry is not None and holds(entry, replace(one, token=NOBODY), earliest):
+                if entry is not None and holds(entry, one, earliest, by=NOBODY):
                     return True  # by an earlier call, whose response was lost
                 if entry is None or not holds(entry, one, earliest):
                     return False

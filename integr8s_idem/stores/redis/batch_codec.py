@@ -11,7 +11,6 @@ from integr8s_idem.records import (
     Completed,
     Completion,
     Corrupt,
-    Previous,
     Reserved,
     ReserveRequest,
     StoredResult,
@@ -35,7 +34,6 @@ def _codec_of(native: Any) -> Any:
         completed=Completed,
         result=StoredResult,
         trace=TraceLink,
-        no_previous=Previous.NONE,
         encode_times=codec.encode_times,
         encode_life=codec.encode_life,
         moment=codec.moment,
@@ -65,19 +63,19 @@ def _encode_completion(completion: Completion) -> bytes:
 
 def verdicts_of(requests: Sequence[ReserveRequest], answer: list[Any]) -> list[Verdict | None]:
     """Return the verdict on each request, given the answer of `reserve.lua`; `None` if it must be sent again."""
-    if speedups.native is None:
-        now_us, *answers = answer
-        return [
-            Reserved(key=request.key, token=request.token, attempt=1, fence=now_us, lease=request.lease)
-            if each == ABSENT
-            else _verdict(request, each, now_us)
-            for request, each in zip(requests, answers, strict=True)
-        ]
-    verdicts: list[Verdict | None] = _codec_of(speedups.native).verdicts(list(requests), answer)
-    for index, verdict in enumerate(verdicts):
-        if verdict is None:
-            verdicts[index] = _verdict(requests[index], answer[index + 1], answer[0])
-    return verdicts
+    now_us, *answers = answer
+    completed = _never if speedups.native is None else _codec_of(speedups.native).completed
+    return [
+        Reserved(key=request.key, token=request.token, attempt=1, fence=now_us, lease=request.lease)
+        if each == ABSENT
+        else completed(request, each) or _verdict(request, each, now_us)
+        for request, each in zip(requests, answers, strict=True)
+    ]
+
+
+def _never(_request: ReserveRequest, _answer: Any) -> Verdict | None:
+    """Leave each answer to Python."""
+    return None
 
 
 def _verdict(request: ReserveRequest, answer: Any, now_us: int) -> Verdict | None:
