@@ -13,16 +13,11 @@ from msgspec import Struct
 from msgspec.structs import astuple, replace
 
 from integr8s_idem._util import speedups
-from integr8s_idem.config import IdempotencyConfig
-from integr8s_idem.engine.store_client import StoreClient
-from integr8s_idem.engine.work import Isolation, Work
 from integr8s_idem.errors import UndecodableEventError
 from integr8s_idem.events import BaseEvent, EventDecoder, read_json
-from integr8s_idem.keys import Key, KeyResolver
+from integr8s_idem.keys import KeyResolver
 from integr8s_idem.records import Completion, Reserved, ReserveRequest, StoredResult, TraceLink
-from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.redis import batch_codec, codec, round_trips, scripts
-from integr8s_idem.telemetry import SILENT
 from tests.campaigns.figures import Campaign, Figures, ViolationError
 from tests.fuzz.claims import must
 from tests.fuzz.events import OrderPlaced, message
@@ -260,37 +255,6 @@ def _answered(random: Random) -> Figures:
     return must_agree("verdicts", lambda: batch_codec.verdicts_of(requests, answer), answer)
 
 
-def _clients() -> tuple[StoreClient, StoreClient]:
-    def client() -> StoreClient:
-        return StoreClient(IdempotencyConfig(), MemoryIdempotencyRepository(), SILENT, "bïlling", "owner")
-
-    native, speedups.native = speedups.native, None
-    try:
-        slow = client()
-    finally:
-        speedups.native = native
-    return client(), slow
-
-
-_CLIENT, _SLOW_CLIENT = _clients()
-
-
-def _requested(random: Random) -> Figures:
-    key = Key(random.choice(("ship:a:id:1", text(random))), "name", random.choice((0, 0, 0, 1, 999)))
-    token = random.choice((b"", b"k" * 16))
-    given = (key, random.choice((None, b"f" * 16)), random.choice((None, _duration(random))))
-    isolation = random.choice(list(Isolation))
-    fast, slow = (Work(*given, token=token, isolation=isolation) for _ in range(2))
-    requests = outcome(lambda: _CLIENT.requests([fast]))
-    if token or type(requests) is tuple:
-        must(requests == outcome(lambda: _SLOW_CLIENT.requests([slow])), given)
-    else:
-        slow.token = fast.token  # it is random
-        must(len(slow.token) == 16 and requests == [_SLOW_CLIENT.request(slow)], given)
-    must(fast == slow, (fast, slow))
-    return Figures({"works": 1, "inputs": 1})
-
-
 def _packed(random: Random) -> Figures:
     keys = [random.choice(("idempotency:a:b", text(random))) for _ in range(random.randint(0, 3))]
     numbers = (300_000, 0, -1, 2**63, 2**64, True)
@@ -302,7 +266,7 @@ def _packed(random: Random) -> Figures:
     return must_agree("commands", lambda: round_trips._pack(scripts.command_of(*given)), given)
 
 
-_TARGETS: Final = (_keyed, _encoded, _completed, _answered, _requested, _packed)
+_TARGETS: Final = (_keyed, _encoded, _completed, _answered, _packed)
 
 
 def run_numbered(number: int) -> Figures:
@@ -345,6 +309,6 @@ CAMPAIGN: Final = Campaign(
     target=10_000_000,
     batch=40_000,
     run=run,
-    at_least=16_000,
-    on_page=(16_000, 10_000_000),
+    at_least=15_000,
+    on_page=(15_000, 10_000_000),
 )
