@@ -22,6 +22,7 @@ from integr8s_idem.records import Database, TraceLink
 
 __all__ = [
     "SILENT",
+    "SILENT_PHASE",
     "DeliveryOutcome",
     "Gauge",
     "Headers",
@@ -363,7 +364,8 @@ class _SilentSpan:
         return None
 
 
-_SILENT_PHASE: Final[AbstractContextManager[Span]] = _SilentSpan()
+SILENT_PHASE: Final[AbstractContextManager[Span]] = _SilentSpan()
+"""The phase of a silent observer: it may be entered any number of times, also within itself."""
 
 
 class SilentObserver:
@@ -373,23 +375,23 @@ class SilentObserver:
     """
 
     def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
-        return _SILENT_PHASE
+        return SILENT_PHASE
 
     def phase(
         self, phase: Phase, event_type: str = "", *, attempt: int = 0, handler: str = "", past: Past | None = None
     ) -> AbstractContextManager[Span]:
-        return _SILENT_PHASE
+        return SILENT_PHASE
 
     def shared(self, phase: Phase, event_types: Sequence[str], *, since: float) -> None:
         """Do nothing; `since` is in seconds."""
 
     def batch(self, event_type: str, members: Sequence[Context], handler: str) -> AbstractContextManager[Span]:
-        return _SILENT_PHASE
+        return SILENT_PHASE
 
     def sending(
         self, topic: str, event_id: str = "", headers: Headers | None = None, *, in_current: bool = False
     ) -> AbstractContextManager[Span]:
-        return _SILENT_PHASE
+        return SILENT_PHASE
 
     def count(self, signal: Signal, event_type: str = "", amount: int = 1, *, reason: str = "") -> None:
         """Do nothing."""

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from integr8s_idem.records import Database, TraceLink
 from integr8s_idem.telemetry import (
     SILENT,
+    SILENT_PHASE,
     Gauge,
     Headers,
     Observation,
@@ -27,8 +28,7 @@ from integr8s_idem.telemetry import (
     is_recorded,
 )
 
-_SILENT_PHASE: Final = SILENT.phase(Phase.HANDLE)
-_SILENT_SPAN: Final = _SILENT_PHASE.__enter__()
+_SILENT_SPAN: Final = SILENT_PHASE.__enter__()
 
 
 def combined(*observers: Observer) -> Observer:
@@ -62,7 +62,7 @@ class CompositeObserver:
 
     def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
         """Observe a delivery."""
-        result = _SILENT_PHASE
+        result = SILENT_PHASE
         for observer in self._observers:
             result = _paired(result, observer.processing(message, event_type, event_id))
         return result
@@ -71,7 +71,7 @@ class CompositeObserver:
         self, phase: Phase, event_type: str = "", *, attempt: int = 0, handler: str = "", past: Past | None = None
     ) -> AbstractContextManager[Span]:
         """Observe a phase."""
-        result = _SILENT_PHASE
+        result = SILENT_PHASE
         for observer in self._observers:
             result = _paired(result, observer.phase(phase, event_type, attempt=attempt, handler=handler, past=past))
         return result
@@ -83,7 +83,7 @@ class CompositeObserver:
 
     def batch(self, event_type: str, members: Sequence[Context], handler: str) -> AbstractContextManager[Span]:
         """Observe a call of a batch handler."""
-        result = _SILENT_PHASE
+        result = SILENT_PHASE
         for observer in self._observers:
             result = _paired(result, observer.batch(event_type, members, handler))
         return result
@@ -92,7 +92,7 @@ class CompositeObserver:
         self, topic: str, event_id: str = "", headers: Headers | None = None, *, in_current: bool = False
     ) -> AbstractContextManager[Span]:
         """Observe that a message is sent."""
-        result = _SILENT_PHASE
+        result = SILENT_PHASE
         for observer in self._observers:
             result = _paired(result, observer.sending(topic, event_id, headers, in_current=in_current))
         return result
@@ -136,9 +136,9 @@ class CompositeObserver:
 
 def _paired(result: AbstractContextManager[Span], opened: AbstractContextManager[Span]) -> AbstractContextManager[Span]:
     # Usually no span is recorded: then silent observers need no call when the phase ends.
-    if opened is _SILENT_PHASE:
+    if opened is SILENT_PHASE:
         return result
-    return opened if result is _SILENT_PHASE else _PairOfPhases(result, opened)
+    return opened if result is SILENT_PHASE else _PairOfPhases(result, opened)
 
 
 def _overrides_count(observer: Observer) -> bool:

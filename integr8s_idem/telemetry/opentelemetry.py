@@ -25,7 +25,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from integr8s_idem.config.message_text import text_of
 from integr8s_idem.config.urls import redacted
 from integr8s_idem.records import TraceLink
-from integr8s_idem.telemetry import SILENT, Headers, Past, Phase, ReceivedMessage, Relation, SilentObserver, Span
+from integr8s_idem.telemetry import SILENT_PHASE, Headers, Past, Phase, ReceivedMessage, Relation, SilentObserver, Span
 from integr8s_idem.telemetry import conventions as names
 from integr8s_idem.telemetry.guarded_spans import end_span, start_span
 from integr8s_idem.telemetry.span_values import W3C_HEADERS, carrier_of, client_attributes, context_of, text
@@ -39,7 +39,6 @@ _SDK_CHECK_INTERVAL: Final = 0.25
 
 _TOPIC: Final = otel_context.create_key("integr8s-idem-topic")
 """Where the context of a recorded delivery has its topic, for the span of a batch."""
-_SILENT_PHASE: Final = SILENT.phase(Phase.HANDLE)
 _W3C: Final = TraceContextTextMapPropagator()
 
 
@@ -97,7 +96,7 @@ class OpenTelemetryObserver(SilentObserver):
         """Start the span `process <topic>`, as a child of the producer's span and linked to it."""
         tracer = self._tracer or self._find_tracer()
         if tracer is None:
-            return _SILENT_PHASE
+            return SILENT_PHASE
         carrier = carrier_of(message.headers)
         if self._sampling is not None and (unrecorded := self._sampling.delivery(carrier)) is not None:
             return unrecorded
@@ -131,7 +130,7 @@ class OpenTelemetryObserver(SilentObserver):
         """Start a span named after `phase`, as a child of the current span."""
         tracer = self._tracer or self._find_tracer()
         if tracer is None:
-            return _SILENT_PHASE
+            return SILENT_PHASE
         if self._sampling is not None and (unrecorded := self._sampling.phase()) is not None:
             return unrecorded
         attributes: dict[str, str | int] = {names.SERVICE: self._service}
@@ -159,11 +158,11 @@ class OpenTelemetryObserver(SilentObserver):
         """
         tracer = self._tracer or self._find_tracer()
         if tracer is None:
-            return _SILENT_PHASE
+            return SILENT_PHASE
         spans = [each.run(otel.get_current_span) for each in members]
         recorded = [span for span in spans if span.is_recording()]
         if not recorded:
-            return _SILENT_PHASE
+            return SILENT_PHASE
         attributes = {
             **self._consumer,
             names.EVENT_TYPE: text(event_type),
@@ -192,7 +191,7 @@ class OpenTelemetryObserver(SilentObserver):
         """
         tracer = self._tracer or self._find_tracer()
         if tracer is None:
-            return _SILENT_PHASE
+            return SILENT_PHASE
         carrier = carrier_of(headers or ())
         has_parent_in_headers = bool(carrier) and not in_current
         if self._sampling is not None:

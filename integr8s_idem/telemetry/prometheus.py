@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from integr8s_idem.records import Database, TraceLink
 from integr8s_idem.telemetry import (
-    SILENT,
+    SILENT_PHASE,
     Gauge,
     Observation,
     Past,
@@ -28,8 +28,7 @@ from integr8s_idem.telemetry.convention_metrics import DatabaseTimer
 from integr8s_idem.telemetry.metric_series import Measured, ServiceSeries
 from integr8s_idem.telemetry.metrics_collector import series_of
 
-_SILENT_PHASE: Final = SILENT.phase(Phase.HANDLE)
-_SILENT_SPAN: Final = _SILENT_PHASE.__enter__()
+_SILENT_SPAN: Final = SILENT_PHASE.__enter__()
 
 
 class PrometheusObserver(SilentObserver):
@@ -48,7 +47,7 @@ class PrometheusObserver(SilentObserver):
 
     def processing(self, message: ReceivedMessage, event_type: str, event_id: str) -> AbstractContextManager[Span]:
         """Measure the duration of a delivery whose event type is known."""
-        return _Timed(self._service, None, event_type) if event_type else _SILENT_PHASE
+        return _Timed(self._service, None, event_type) if event_type else SILENT_PHASE
 
     def phase(
         self, phase: Phase, event_type: str = "", *, attempt: int = 0, handler: str = "", past: Past | None = None

@@ -21,10 +21,9 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from integr8s_idem.telemetry import SILENT, Phase, Span
+from integr8s_idem.telemetry import SILENT_PHASE, Span
 
-_SILENT_PHASE: Final = SILENT.phase(Phase.HANDLE)
-_SILENT_SPAN: Final = _SILENT_PHASE.__enter__()
+_SILENT_SPAN: Final = SILENT_PHASE.__enter__()
 _W3C: Final = TraceContextTextMapPropagator()
 _NOT_SAMPLED: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]")
 """A valid `traceparent` of a trace that is not sampled.  The SDK handles all others."""
@@ -74,11 +73,11 @@ class KnownSampling:
         """Return a phase that starts now if it is not recorded, else `None`."""
         current = otel_context.get_current()
         if type(current) is _UnrecordedContext:
-            return _SILENT_PHASE
+            return SILENT_PHASE
         parent = otel.get_current_span(current).get_span_context()
         if not parent.is_valid:
             return self._root()
-        return None if parent.trace_flags.sampled else _SILENT_PHASE
+        return None if parent.trace_flags.sampled else SILENT_PHASE
 
     def begin(self, carrier: Mapping[str, str], trace_id: int) -> otel.Span:
         """Let the SDK start the span that is not recorded."""

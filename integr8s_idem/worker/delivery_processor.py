@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 from integr8s_idem.codecs import header
 from integr8s_idem.engine.error_text import describe_error
@@ -28,7 +28,7 @@ from integr8s_idem.errors import (
 from integr8s_idem.events import BaseEvent, EventDecoder
 from integr8s_idem.handlers.dispatcher import EventDispatcher, HandlerExecution
 from integr8s_idem.handlers.handler import GuardedExecution
-from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal, Span
+from integr8s_idem.telemetry import SILENT_PHASE, Observer, Signal, Span
 from integr8s_idem.telemetry.log_fields import logging_with
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.backoff import Backoff
@@ -60,16 +60,13 @@ DEAD_LETTER_BACKOFF = Backoff(initial=0.5, longest=10.0)
 """Delays between attempts to publish a dead letter."""
 
 
-_NO_SPAN: Final = SILENT.phase(Phase.HANDLE)
-
-
 @dataclass(slots=True, eq=False)
 class Decoded:
     """A decoded delivery: an execution for each handler of its event, or the dead letter that replaces them."""
 
     executions: Sequence[HandlerExecution] = ()
     dead_letter: DeadLetter | None = None
-    processing: AbstractContextManager[Span] = _NO_SPAN
+    processing: AbstractContextManager[Span] = SILENT_PHASE
     """Entered around its handling."""
 
 
