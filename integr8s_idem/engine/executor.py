@@ -44,7 +44,6 @@ from integr8s_idem.records import (
     Pending,
     Previous,
     Reserved,
-    Scheduled,
     Verdict,
 )
 from integr8s_idem.stores import JoinedRepository
@@ -148,12 +147,20 @@ class Executor(RunServices):
         return self._unguarded(work, self.client.space.full(work.key), options)
 
     def declined(self, work: Work, verdict: Declined, options: RunOptions = ONCE) -> Run | Declined:
-        """Handle a verdict without a reservation: return it, or an unguarded run if the policy allows one."""
-        self.blocked(work, verdict)
-        on_key_reused = work.on_key_reused or self.config.on_key_reused
-        if isinstance(verdict, KeyReused) and on_key_reused is OnKeyReused.RUN:
-            # Downstream services must treat it as other work: with the same key they would drop its messages.
-            return self._unguarded(work, downstream_key(verdict.key, verdict.offered.hex()), options)
+        """Report a verdict without a reservation, and return it, or an unguarded run if the policy allows one."""
+        match verdict:
+            case Completed() | Failed():
+                self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
+                with self.observer.phase(Phase.REPLAY, work.event_type, handler=work.handler) as span:
+                    if verdict.trace is not None:
+                        span.link(verdict.trace, Relation.RUN)
+            case KeyReused():
+                self.observer.count(Signal.KEY_REUSED, work.event_type)
+                if (work.on_key_reused or self.config.on_key_reused) is OnKeyReused.RUN:
+                    # Downstream services must treat it as other work: with the same key they would drop its messages.
+                    return self._unguarded(work, downstream_key(verdict.key, verdict.offered.hex()), options)
+            case Corrupt():
+                self.observer.count(Signal.CORRUPT_RECORD, work.event_type)
         return verdict
 
     async def execute(
@@ -365,21 +372,6 @@ class Executor(RunServices):
     def renew_late(self, lease: HeldLease) -> Coroutine[Any, Any, bool]:
         """Renew a late lease; return whether it is still held."""
         return self._leases.renew_late(lease)
-
-    def blocked(self, work: Work, verdict: Declined) -> None:
-        """Report that `verdict` prevents a run."""
-        match verdict:
-            case Completed() | Failed():
-                self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
-                with self.observer.phase(Phase.REPLAY, work.event_type, handler=work.handler) as span:
-                    if verdict.trace is not None:
-                        span.link(verdict.trace, Relation.RUN)
-            case KeyReused():
-                self.observer.count(Signal.KEY_REUSED, work.event_type)
-            case Corrupt():
-                self.observer.count(Signal.CORRUPT_RECORD, work.event_type)
-            case InProgress() | Scheduled():
-                pass
 
     def _unguarded(self, work: Work, key: str, options: RunOptions) -> Run:
         """Return a run without a reservation, as configured by a policy."""

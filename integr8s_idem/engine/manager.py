@@ -518,7 +518,12 @@ class IdempotencyManager:
             work, one_pass, on_in_progress=wait, wait_timeout=longest_wait
         )
         outcome = await settling
-        return outcome.value if type(outcome) is Executed else self._value_of(outcome, work, function)
+        # The usual outcomes first.
+        if type(outcome) is Executed:
+            return outcome.value
+        if type(outcome) is Completed:
+            return replayed_value(work_key.label, outcome, function)  # type: ignore[no-any-return]
+        return self._value_of(outcome, work, function)
 
     def run_work(
         self,

@@ -117,8 +117,7 @@ class Isolation(Enum):
     """The work runs beside others, because it could not be isolated."""
 
 
-@dataclass(slots=True)
-class Work:
+class Work(Struct):
     """One unit of work; the same object is used for all its attempts in this process."""
 
     key: Key
