@@ -7,10 +7,13 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple, cast
 
 from redis.asyncio import Redis
+from redis.exceptions import AskError, ResponseError, TryAgainError
 
 from integr8s_idem.diagnostics import Code
 from integr8s_idem.errors import StoreConfigurationError
+from integr8s_idem.stores.redis import codec
 from integr8s_idem.stores.redis.errors import guarded
+from integr8s_idem.stores.redis.round_trips import send
 from integr8s_idem.stores.redis.servers import Servers
 
 _COUNT: Final = 500
@@ -72,3 +75,20 @@ def name_of(raw: bytes) -> str | None:
 def _literal(text: str) -> str:
     """Escape `text` for a pattern of SCAN."""
     return "".join("\\" + char if char in "\\*?[]" else char for char in text)
+
+
+async def headers(client: Redis, names: list[bytes]) -> list[bytes | Exception]:
+    """Return the headers of the records with these names, or why one cannot be read.
+
+    Raises:
+        ResponseError: The server refuses.
+    """
+    found: list[bytes | Exception] = await send(
+        client, [("GETRANGE", name, 0, codec.HEADER_BYTES - 1) for name in names]
+    )
+    for header in found:
+        # A key of another type is not a record, and a key that is moving to another server is counted there.
+        is_skipped = isinstance(header, AskError | TryAgainError) or str(header).startswith("WRONGTYPE")
+        if isinstance(header, ResponseError) and not is_skipped:
+            raise header
+    return found

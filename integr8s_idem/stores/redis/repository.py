@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any, Final
 
 from redis.asyncio import Redis
-from redis.exceptions import AskError, ResponseError, TryAgainError
 
 from integr8s_idem._util.longest_duration import limited
 from integr8s_idem.config.durations import Duration, duration
@@ -29,7 +28,7 @@ from integr8s_idem.stores.redis.batch_codec import ASK_AGAIN, OTHER_TYPE, OTHER_
 from integr8s_idem.stores.redis.batches import MOST_KEYS, slices
 from integr8s_idem.stores.redis.cluster import RedisClusterClient
 from integr8s_idem.stores.redis.errors import guarded
-from integr8s_idem.stores.redis.round_trips import ReplicaWait, send
+from integr8s_idem.stores.redis.round_trips import ReplicaWait
 from integr8s_idem.stores.redis.servers import AT_ONCE, Argument, Lazily, OneServer, Servers
 
 _READ_AT_ONCE: Final = 200
@@ -217,7 +216,7 @@ class RecordsInRedis:
                 if client not in now_ms:
                     seconds, microseconds = await client.time()
                     now_ms[client] = seconds * 1000 + microseconds // 1000
-                headers = await _headers(client, page)
+                headers = await keyspace.headers(client, page)
             active += sum(isinstance(header, bytes) and codec.holds_lease(header, now_ms[client]) for header in headers)
         return active
 
@@ -330,18 +329,6 @@ class RedisClusterIdempotencyRepository(RecordsInRedis):
 
 def _wait(replicas: int, timeout: Duration) -> ReplicaWait | None:
     return ReplicaWait(replicas, duration(timeout, "wait_timeout")) if replicas else None
-
-
-async def _headers(client: Redis, names: list[bytes]) -> list[bytes | Exception]:
-    headers: list[bytes | Exception] = await send(
-        client, [("GETRANGE", name, 0, codec.HEADER_BYTES - 1) for name in names]
-    )
-    for header in headers:
-        # A key of another type is not a record, and a key that is moving to another server is counted there.
-        is_skipped = isinstance(header, AskError | TryAgainError) or str(header).startswith("WRONGTYPE")
-        if isinstance(header, ResponseError) and not is_skipped:
-            raise header
-    return headers
 
 
 def _readable(key: str, raw: Any, now_us: int, life: int) -> IdempotencyRecord | Corrupt | None:
