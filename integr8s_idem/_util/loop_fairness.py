@@ -116,8 +116,6 @@ class Pace:
 
     def _resume(self) -> None:
         self._turn_ends = None
-        if not self._waiting:
-            return
         waiting, self._waiting, self._first_again = self._waiting, deque(), 0
         for turn in waiting:
             if not turn.done():

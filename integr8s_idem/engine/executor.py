@@ -179,10 +179,8 @@ class Executor(RunServices):
         late_starts = 0
         while True:
             opened = await self.open(work, options)
-            if not isinstance(opened, Run):
-                return opened
-            if work.isolation is Isolation.PENDING and opened.is_suspect:
-                return opened  # type: ignore[return-value]  # only of the two methods below
+            if not isinstance(opened, Run) or opened.is_suspect:
+                return opened  # type: ignore[return-value]  # a suspect run, only of the two methods below
             outcome = await opened.perform(function if opened.writer is None else _writing(function, opened.writer))
             if not isinstance(outcome, NotStarted):
                 return outcome

@@ -111,8 +111,7 @@ class IdempotencyManager:
             raise ApplicationError("a manager needs a scope, usually the service's name")
         self.config = config or IdempotencyConfig()
         self.checked_ttl(self.config.ttl)
-        # Read for every call; the settings compute the first on each access.
-        self._wait_timeout, self._on_in_progress = self.config.wait_timeout, self.config.on_in_progress
+        self._wait_timeout = self.config.wait_timeout
         self.repository = repository
         self.measured_repository = measured(repository, observer)
         """`repository`, with its calls measured; of the optional protocols, it has only `PurgeSupport`."""
@@ -490,14 +489,11 @@ class IdempotencyManager:
         """
         refuse_call(function, "manager.run(key, function)")
         refuse_generator(function)
-        longest_wait = self._wait_timeout if wait_timeout is None else duration(wait_timeout, "wait_timeout")
+        longest_wait = None if wait_timeout is None else duration(wait_timeout, "wait_timeout")
         checked_ttl = None if ttl is None else self.checked_ttl(ttl)
         block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
-        wait = (
-            self._on_in_progress if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
-        )
-        payload = None if fingerprint is None else given_fingerprint(fingerprint)
-        work_key = self._store_client.space.key(key)
+        wait = None if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
+        work_key, payload = self._store_client.space.key(key), given_fingerprint(fingerprint)
         if self.executor.cache is not None and (known := self.executor.known_here(work_key, payload)) is not None:
             return replayed_value(work_key.label, known, function)  # type: ignore[no-any-return]
         work = Work(work_key, payload, checked_ttl, on_failure=block)
@@ -514,16 +510,8 @@ class IdempotencyManager:
             question = partial(_asked, reconcile)
         # As `run_work`; two more coroutines would take as long as a verdict.
         one_pass = self._one_pass(work, without_attempt, function, question)
-        settling: Coroutine[Any, Any, Outcome[T]] = self.executor.await_outcome(
-            work, one_pass, on_in_progress=wait, wait_timeout=longest_wait
-        )
-        outcome = await settling
-        # The usual outcomes first.
-        if type(outcome) is Executed:
-            return outcome.value
-        if type(outcome) is Completed:
-            return replayed_value(work_key.label, outcome, function)  # type: ignore[no-any-return]
-        return self._value_of(outcome, work, function)
+        outcome = await self.outcome(work, one_pass, on_in_progress=wait, wait_timeout=longest_wait)
+        return outcome.value if type(outcome) is Executed else self._value_of(outcome, work, function)
 
     def run_work(
         self,
@@ -593,7 +581,7 @@ class IdempotencyManager:
         return self.executor.await_outcome(
             work,
             one_pass,
-            on_in_progress=on_in_progress or self._on_in_progress,
+            on_in_progress=on_in_progress or self.config.on_in_progress,
             wait_timeout=self._wait_timeout if wait_timeout is None else wait_timeout,
         )
 

@@ -97,7 +97,7 @@ class StoreClient:
         self.home.check()
         return ReserveRequest(
             key=self.space.full(work.key),
-            token=work.token or work.token_for_reserve(),
+            token=work.token_for_reserve(),
             lease=self._lease,
             retention=self._retention_of(work.ttl),
             fingerprint=work.fingerprint,

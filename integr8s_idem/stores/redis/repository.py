@@ -57,13 +57,10 @@ class RecordsInRedis:
             with guarded("reserve", self._timeout):
                 keys = [request.key for request in asked]
                 runs = await self._servers.run(scripts.RESERVE, keys, arguments, wait=self._wait)
-            if len(runs) == 1 and len(asked) == len(requests):
-                verdicts = batch_codec.verdicts_of(asked, runs[0][1])
-            else:
-                for positions, answer in runs:
-                    part = [asked[position] for position in positions]
-                    for position, verdict in zip(positions, batch_codec.verdicts_of(part, answer), strict=True):
-                        verdicts[batch[position]] = verdict
+            for positions, answer in runs:
+                part = asked if len(runs) == 1 else [asked[position] for position in positions]
+                for position, verdict in zip(positions, batch_codec.verdicts_of(part, answer), strict=True):
+                    verdicts[batch[position]] = verdict
             # Some must be sent again.
             waiting = [index for index in waiting if verdicts[index] is None]
         return verdicts  # type: ignore[return-value]  # each of them is a verdict by now
@@ -118,8 +115,6 @@ class RecordsInRedis:
             some_keys, some_arguments = (keys, arguments) if is_all else (keys[part], arguments[part])
             with guarded(operation, self._timeout):
                 runs = await self._servers.run(script, some_keys, some_arguments, head, self._wait)
-            if is_all and len(runs) == 1 and len(runs[0][1]) == len(keys):
-                return list(map(bool, runs[0][1]))
             for indexes, answers in runs:
                 for index, answer in zip(indexes, answers, strict=True):
                     written[part.start + index] = bool(answer)
