@@ -149,6 +149,8 @@ class Executor(RunServices):
     def declined(self, work: Work, verdict: Declined, options: RunOptions = ONCE) -> Run | Declined:
         """Report a verdict without a reservation, and return it, or an unguarded run if the policy allows one."""
         match verdict:
+            case Completed() if work.forgotten:
+                return _about_to_expire(verdict)
             case Completed() | Failed():
                 self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
                 with self.observer.phase(Phase.REPLAY, work.event_type, handler=work.handler) as span:
@@ -178,12 +180,16 @@ class Executor(RunServices):
         """
         late_starts = 0
         while True:
-            opened = await self.open(work, options)
-            if not isinstance(opened, Run) or opened.is_suspect:
-                return opened  # type: ignore[return-value]  # a suspect run, only of the two methods below
-            outcome = await opened.perform(function if opened.writer is None else _writing(function, opened.writer))
-            if not isinstance(outcome, NotStarted):
-                return outcome
+            run = await self.open(work, options)
+            if not isinstance(run, Run) or run.is_suspect:
+                return run  # type: ignore[return-value]  # a suspect run, only of the two methods below
+            if self.runs.pace.is_turn_over():
+                await run.wait_for_turn()
+            returned = await run.call(function if run.writer is None else _writing(function, run.writer))
+            if isinstance(returned, Returned):
+                return await run.complete(returned)
+            if not isinstance(returned, NotStarted):
+                return returned
             # The delay between the reservation and the start may exceed the lease every time.
             await asyncio.sleep(min(FIRST_LOOK * 2**late_starts, LONGEST_LOOK) if late_starts else 0)
             late_starts += 1
@@ -231,19 +237,22 @@ class Executor(RunServices):
         declined = self.declined(work, outcome)
         if not isinstance(declined, Run):
             return declined
-        executed = await declined.perform(function)
-        assert not isinstance(executed, NotStarted), "a run without a lease cannot be late"
-        return executed
+        if self.runs.pace.is_turn_over():
+            await declined.wait_for_turn()
+        returned = await declined.call(function)
+        assert not isinstance(returned, NotStarted), "a run without a lease cannot be late"
+        return await declined.complete(returned) if isinstance(returned, Returned) else returned
 
-    async def await_outcome(
+    async def settled(
         self,
         work: Work,
+        found: Pending,
         one_pass: Callable[[], Awaitable[P | Pending]],
         *,
         on_in_progress: OnInProgress,
         wait_timeout: timedelta | None = None,
     ) -> P | Pending:
-        """Repeat `one_pass` until the work is neither in progress nor scheduled.
+        """Wait until work that was `found` in progress or scheduled is settled, or may be run here.
 
         `InProgress` and `Scheduled` are returned only under the skip policy.
 
@@ -257,13 +266,9 @@ class Executor(RunServices):
             ApplicationError: The work was requested within its own run.
         """
         began_at = self._leases.now()
+        outcome: P | Pending = found
         try:
-            while True:
-                outcome: P | Pending = await one_pass()
-                if work.forgotten and isinstance(outcome, Completed):
-                    outcome = _about_to_expire(outcome)
-                if not isinstance(outcome, Pending):
-                    return outcome
+            while isinstance(outcome, Pending):
                 if on_in_progress is OnInProgress.SKIP:
                     self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
                     return outcome
@@ -272,6 +277,8 @@ class Executor(RunServices):
                 if wait_timeout is not None:
                     left = _time_left(work, outcome, wait_timeout, self._leases.now() - began_at)
                 await self.wait_for_change(work, outcome, at_most=left)
+                outcome = await one_pass()
+            return outcome
         finally:
             if work.looks:
                 self.verdicts.end_wait(work)

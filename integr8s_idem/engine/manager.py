@@ -60,6 +60,7 @@ from integr8s_idem.records import (
     Corrupt,
     IdempotencyRecord,
     InProgress,
+    Pending,
     Reserved,
     Scheduled,
     Verdict,
@@ -508,10 +509,12 @@ class IdempotencyManager:
         if reconcile is not None:
             refuse_call(reconcile, "manager.run(key, function, reconcile=find)")
             question = partial(_asked, reconcile)
-        # As `run_work`; two more coroutines would take as long as a verdict.
+        # As `result_of`; another coroutine would take as long as a verdict.
         one_pass = self._one_pass(work, without_attempt, function, question)
-        outcome = await self.outcome(work, one_pass, on_in_progress=wait, wait_timeout=longest_wait)
-        return outcome.value if type(outcome) is Executed else self._value_of(outcome, work, function)
+        outcome = await one_pass()
+        if isinstance(outcome, Pending):
+            outcome = await self.settled(work, outcome, one_pass, on_in_progress=wait, wait_timeout=longest_wait)
+        return self._value_of(outcome, work, function)
 
     def run_work(
         self,
@@ -561,25 +564,30 @@ class IdempotencyManager:
         wait_timeout: timedelta | None = None,
     ) -> T:
         """Call `one_pass` until the work is settled, and return its value.  Raises the errors of `run`."""
-        outcome = await self.outcome(work, one_pass, on_in_progress=on_in_progress, wait_timeout=wait_timeout)
-        return outcome.value if type(outcome) is Executed else self._value_of(outcome, work, returns)
+        outcome = await one_pass()
+        if isinstance(outcome, Pending):
+            outcome = await self.settled(
+                work, outcome, one_pass, on_in_progress=on_in_progress, wait_timeout=wait_timeout
+            )
+        return self._value_of(outcome, work, returns)
 
-    def outcome(
+    def settled(
         self,
         work: Work,
+        found: Pending,
         one_pass: Callable[[], Awaitable[Outcome[T]]],
         *,
         on_in_progress: OnInProgress | None = None,
         wait_timeout: timedelta | None = None,
     ) -> Coroutine[Any, Any, Outcome[T]]:
-        """Call `one_pass` until the work is settled, and return the outcome.  `InProgress` only under the skip policy.
+        """Wait for the outcome of work that was `found` in progress.  See `Executor.settled`.
 
-        Raises:
-            InProgressError: Another caller runs the work, and the policy is not to wait, or the wait took too long.
-            LeaseLostError, StoreError, ApplicationError: See `run`.
+        Args:
+            on_in_progress, wait_timeout: As configured if `None`.
         """
-        return self.executor.await_outcome(
+        return self.executor.settled(
             work,
+            found,
             one_pass,
             on_in_progress=on_in_progress or self.config.on_in_progress,
             wait_timeout=self._wait_timeout if wait_timeout is None else wait_timeout,

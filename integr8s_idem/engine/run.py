@@ -1,13 +1,14 @@
 """A run of a unit of work, from its reservation to its outcome or release.
 
-    opened = await executor.open(work)              # a `Run`, or an existing outcome
-    outcome = await opened.perform(function)        # calls `function` and records its outcome
+    run = await executor.open(work)                 # a `Run`, or an existing outcome
+    returned = await run.call(function)             # `Returned`, or an outcome that is recorded
+    outcome = await run.complete(returned)          # records the outcome
 
 If a framework does the work between two callbacks:
 
-    opened.start(task)                              # cancels `task` if the lease is lost
+    run.start(task)                                 # cancels `task` if the lease is lost
     …
-    outcome = await opened.finish(value)            # or `fail(error)`, or `release()`
+    outcome = await run.finish(value)               # or `fail(error)`, or `release()`
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from integr8s_idem.engine.work import (
     HandlerFailed,
     Isolation,
     NotStarted,
-    Outcome,
     WaitForStore,
     Work,
     is_crash_limit_reached,
@@ -147,35 +147,30 @@ class Run(ActiveRun):
 
     # Work as a function.
 
-    async def perform(self, function: Callable[[Attempt], Awaitable[T]]) -> Outcome[T] | NotStarted:
-        """Call `function` and record its outcome.
-
-        Returns:
-            `NotStarted` if too little of the lease was left: reserve the work again.
+    async def wait_for_turn(self) -> None:
+        """Wait because other functions have occupied the event loop for long.  Call it before the function is called.
 
         Raises:
-            ResultNotStoredError: Only without `wait_for_store`: the work is done, but the outcome is not recorded.
-            LeaseLostError: The reservation was lost during the run.
-            StoreError: The function could not record its outcome.
             CancelledError: The caller was cancelled; the key has been released.
         """
-        if self.among.pace.is_turn_over():
-            try:
-                await self.among.pace.wait()
-            except asyncio.CancelledError:
-                self.release()
-                raise
-        returned = await self.call(function)
-        if not isinstance(returned, Returned):
-            return returned
-        return await self.complete(returned)
+        try:
+            await self.among.pace.wait()
+        except asyncio.CancelledError:
+            self.release()
+            raise
 
     async def call(
         self, function: Callable[[Attempt], Awaitable[T]]
     ) -> Returned[T] | HandlerFailed | Discarded | NotStarted:
         """Call `function` without recording its result: pass it to `complete`, or record it together with others.
 
-        Raises: See `perform`.
+        Returns:
+            `NotStarted` if too little of the lease was left: reserve the work again.
+
+        Raises:
+            LeaseLostError: The reservation was lost during the run.
+            StoreError: The function could not record its outcome.
+            CancelledError: The caller was cancelled; the key has been released.
         """
         services, work, lease, runs = self._services, self.work, self.lease, self.among
         if lease is None:
@@ -233,7 +228,8 @@ class Run(ActiveRun):
         """Record the result of the function.
 
         Raises:
-            LeaseLostError, ResultNotStoredError: See `perform`.
+            ResultNotStoredError: Only without `wait_for_store`: the work is done, but the outcome is not recorded.
+            LeaseLostError: The reservation was lost during the run.
         """
         lease, completion = self.lease, returned.completion
         try:
@@ -330,7 +326,7 @@ class Run(ActiveRun):
         """Record that the work is done.
 
         Raises:
-            LeaseLostError, ResultNotStoredError: See `perform`.
+            LeaseLostError, ResultNotStoredError: See `complete`.
         """
         if self.lease is None:
             return Executed(value, self.attempt.number)

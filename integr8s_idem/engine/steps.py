@@ -53,6 +53,7 @@ from integr8s_idem.records import (
     Failed,
     IdempotencyRecord,
     KeyReused,
+    Pending,
 )
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Signal
@@ -150,8 +151,11 @@ class Steps:
                 except StoreUnavailableError as error:
                     await pause_briefly(error)
 
-        # An earlier run may still be running the step; it ends soon, or its lease does.
-        return await self._executor.await_outcome(work, one_pass, on_in_progress=OnInProgress.WAIT)
+        outcome = await one_pass()
+        if isinstance(outcome, Pending):
+            # An earlier run may still be running the step; it ends soon, or its lease does.
+            outcome = await self._executor.settled(work, outcome, one_pass, on_in_progress=OnInProgress.WAIT)
+        return outcome
 
     async def _do(self, step: StepSlot, attempt: Attempt) -> object:
         if step.once is Once.AT_MOST_ONCE and attempt.number > 1:

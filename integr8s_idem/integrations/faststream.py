@@ -405,12 +405,15 @@ class _Guard(BaseMiddleware[Any, Any]):
         if isinstance(work, End):
             return work
         executor = self._manager.executor
-        opened: Run | Outcome[Any] = await executor.await_outcome(
-            work,
-            partial(executor.open, work),
-            on_in_progress=OnInProgress.WAIT,
-            wait_timeout=self._manager.config.wait_timeout,
-        )
+        opened = await executor.open(work)
+        if isinstance(opened, Pending):
+            opened = await executor.settled(
+                work,
+                opened,
+                partial(executor.open, work),
+                on_in_progress=OnInProgress.WAIT,
+                wait_timeout=self._manager.config.wait_timeout,
+            )
         return self._hold(work, opened, record)
 
     async def _try_to_begin(self, work: Work | End, record: Any) -> End | Pending | None:

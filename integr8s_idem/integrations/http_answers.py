@@ -16,7 +16,7 @@ from integr8s_idem.errors import InProgressError, LeaseLostError, ResultNotStore
 from integr8s_idem.integrations.http_exchange import Exchange, NoOutcomeError
 from integr8s_idem.integrations.http_problems import Problems
 from integr8s_idem.integrations.http_responses import Response
-from integr8s_idem.records import Completed
+from integr8s_idem.records import Completed, Pending
 from integr8s_idem.telemetry.log_fields import logging_with
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,11 @@ class Answers(NamedTuple):
         policy = OnInProgress.RAISE if self.wait is None else OnInProgress.WAIT
         try:
             for _ in range(_REJECTION_RETRIES):
-                outcome: Outcome[object] = await manager.outcome(
-                    work, execute, on_in_progress=policy, wait_timeout=self.wait
-                )
+                outcome: Outcome[object] = await execute()
+                if isinstance(outcome, Pending):
+                    outcome = await manager.settled(
+                        work, outcome, execute, on_in_progress=policy, wait_timeout=self.wait
+                    )
                 if isinstance(outcome, Executed) or not _was_rejected(outcome, manager):
                     break
                 await asyncio.sleep(_REJECTION_RETRY_SECONDS)

@@ -37,9 +37,9 @@ class Counted:
         self.direct = self.by_driver = 0
         request, send_all = DirectExchange.request, round_trips._send_by_driver
 
-        async def counted_request(*arguments: Any) -> Any:
+        def counted_request(*arguments: Any) -> Any:
             self.direct += 1
-            return await request(*arguments)
+            return request(*arguments)
 
         async def counted_send(*arguments: Any) -> Any:
             self.by_driver += 1

@@ -44,32 +44,24 @@ class DirectExchange(asyncio.Protocol):
         self._loop = loop
         self._number = 0
         self._answers: list[Any] = []
-        self._done: asyncio.Future[None] | None = None
-        """Resolved with the last response; `None` between requests."""
+        self._done: asyncio.Future[list[Any]] | None = None
+        """Resolved with the responses; `None` between requests."""
         transport.set_protocol(self)
 
-    async def request(self, packed: bytes, number: int) -> list[Any]:
-        """Send commands, and return their `number` responses; a refusal of the server is an error among them.
+    def request(self, packed: bytes, number: int) -> asyncio.Future[list[Any]]:
+        """Send commands, and return a future of their `number` responses; a refusal of the server is an error in it.
+
+        Call `detach` if the future is cancelled or fails.
 
         Raises:
             redis.exceptions.ConnectionError: The connection was lost, or the server asks to connect again.
             redis.exceptions.InvalidResponse: The response is not valid.
         """
         self._number = number
-        answers: list[Any] = []
-        self._answers = answers
-        self._done = self._loop.create_future()
-        try:
-            self._transport.write(packed)
-            await self._done
-            for answer in answers:
-                if isinstance(answer, LostConnectionError):
-                    raise answer
-        except BaseException:
-            self.detach()
-            raise
-        self._done = None
-        return answers
+        self._answers = []
+        self._done = done = self._loop.create_future()
+        self._transport.write(packed)
+        return done
 
     def detach(self) -> None:
         """Let the transport report to the driver again."""
@@ -92,6 +84,8 @@ class DirectExchange(asyncio.Protocol):
                     return
                 if _PUSH is not None and isinstance(answer, _PUSH):
                     raise LostConnectionError("the server sent a push message during a request")
+                if isinstance(answer, LostConnectionError):
+                    raise answer
                 answers.append(answer)
             if reader.has_data():
                 self._reject_unrequested()
@@ -99,7 +93,8 @@ class DirectExchange(asyncio.Protocol):
             self._fail(error)
         else:
             if not done.done():
-                done.set_result(None)
+                self._done = None
+                done.set_result(answers)
 
     def eof_received(self) -> bool | None:
         """Note that the server has closed the connection."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -70,14 +70,14 @@ class RecordsInRedis:
         holders = list(map(codec.encode_holder, reservations))
         return await self._write("renew", scripts.RENEW, keys, holders, [codec.milliseconds(lease)])
 
-    async def complete(self, completions: Sequence[Completion]) -> list[bool]:
+    def complete(self, completions: Sequence[Completion]) -> Coroutine[Any, Any, list[bool]]:
         keys = [completion.reservation.key for completion in completions]
         if len(keys) <= AT_ONCE:
             arguments = batch_codec.encode_completions(completions)
-            return await self._write("complete", scripts.SETTLE, keys, arguments, [_COMPLETED])
+            return self._write("complete", scripts.SETTLE, keys, arguments, [_COMPLETED])
         later = Lazily(batch_codec.encode_completions, completions)
         sizes = [0 if completion.result is None else len(completion.result.body) for completion in completions]
-        return await self._write("complete", scripts.SETTLE, keys, later, [_COMPLETED], sizes=sizes)
+        return self._write("complete", scripts.SETTLE, keys, later, [_COMPLETED], sizes=sizes)
 
     async def fail(self, failures: Sequence[Failure]) -> list[bool]:
         keys = [failure.reservation.key for failure in failures]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -96,7 +96,7 @@ async def _retried(ready: ReadyConnection, commands: Sequence[CommandSource], fa
             raise failures.pop()
         return await _send_all(ready, commands)
 
-    answers: list[Any] = await connection.retry.call_with_retry(attempt, lambda _: connection.disconnect())
+    answers: list[Any] = await connection.retry.call_with_retry(attempt, lambda _: ready.detached().disconnect())
     return answers
 
 
@@ -114,7 +114,7 @@ def _packed(commands: Sequence[CommandSource]) -> bytes | None:
     return b"".join([_pack(command) for command in commands if not callable(command)])
 
 
-def _send_all(ready: ReadyConnection, commands: Sequence[CommandSource]) -> Coroutine[Any, Any, list[Any]]:
+def _send_all(ready: ReadyConnection, commands: Sequence[CommandSource]) -> Awaitable[list[Any]]:
     direct = ready.exchange
     if direct is None or not direct.is_usable:
         direct = ready.attached()
