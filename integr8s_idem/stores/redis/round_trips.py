@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
-import hiredis
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, ResponseError
 
 from integr8s_idem.stores.redis.errors import TooFewReplicasError
 from integr8s_idem.stores.redis.pools import QuickPool, ReadyConnection
-from integr8s_idem.stores.redis.scripts import LOADS, Command, Script
+from integr8s_idem.stores.redis.scripts import LOADS, Command, Script, pack
 
 CommandSource = Command | Callable[[], Command]
 """A command, or a function that creates one while the server executes the previous command."""
@@ -100,36 +99,23 @@ async def _retried(ready: ReadyConnection, commands: Sequence[CommandSource], fa
     return answers
 
 
-def _pack(command: Command) -> bytes:
-    return command if isinstance(command, bytes) else hiredis.pack_command(command)  # type: ignore[arg-type]  # of any length
-
-
-def _packed(commands: Sequence[CommandSource]) -> bytes | None:
-    """Return the bytes of commands, unless there are some to be created while others are executed."""
-    if len(commands) == 1:
-        command = commands[0]
-        return command if isinstance(command, bytes) else None if callable(command) else _pack(command)
-    if any(map(callable, commands)):
-        return None
-    return b"".join([_pack(command) for command in commands if not callable(command)])
-
-
 def _send_all(ready: ReadyConnection, commands: Sequence[CommandSource]) -> Awaitable[list[Any]]:
     direct = ready.exchange
     if direct is None or not direct.is_usable:
         direct = ready.attached()
-    if direct is not None and (packed := _packed(commands)) is not None:
-        return direct.request(packed, len(commands))
-    return _send_by_driver(ready.detached(), commands)
+    packed = [pack(command) for command in commands if not callable(command)]
+    if direct is None or len(packed) < len(commands):  # some are created while others are executed
+        return _send_by_driver(ready.detached(), commands)
+    return direct.request(b"".join(packed), len(packed))
 
 
 async def _send_by_driver(connection: Any, commands: Sequence[CommandSource]) -> list[Any]:
     for command in commands:
         if callable(command):
-            await connection.send_packed_command(_pack(command()))
+            await connection.send_packed_command(pack(command()))
             await asyncio.sleep(0)  # lets uvloop write
         else:
-            await connection.send_packed_command(_pack(command))
+            await connection.send_packed_command(pack(command))
     return [await _answer(connection) for _ in commands]
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Final
 
+import hiredis
+
 from integr8s_idem._util import speedups
 
 LOADS: Final = 3
@@ -42,10 +44,15 @@ Command = tuple[str | bytes | int, ...] | bytes
 """A command, in parts or packed."""
 
 
-def command_of(script: Script, keys: Sequence[str], args: Sequence[bytes | int]) -> Command:
-    """Return the call of a script."""
+def pack(command: Command) -> bytes:
+    """Return the bytes of a command."""
+    return command if isinstance(command, bytes) else hiredis.pack_command(command)  # type: ignore[arg-type]  # of any length
+
+
+def command_of(script: Script, keys: Sequence[str], args: Sequence[bytes | int]) -> bytes:
+    """Return the call of a script, packed."""
     if speedups.native is not None:
         packed: bytes | None = speedups.native.pack_call(script.sha, keys, args)
         if packed is not None:
             return packed
-    return ("EVALSHA", script.sha, len(keys), *keys, *args)
+    return pack(("EVALSHA", script.sha, len(keys), *keys, *args))
