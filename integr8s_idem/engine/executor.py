@@ -191,7 +191,11 @@ class Executor(RunServices):
             if not isinstance(returned, NotStarted):
                 return returned
             # The delay between the reservation and the start may exceed the lease every time.
-            await asyncio.sleep(min(FIRST_LOOK * 2**late_starts, LONGEST_LOOK) if late_starts else 0)
+            try:
+                await asyncio.sleep(min(FIRST_LOOK * 2**late_starts, LONGEST_LOOK) if late_starts else 0)
+            except asyncio.CancelledError:
+                returned.release()
+                raise
             late_starts += 1
 
     def execute_or_suspect(

@@ -383,7 +383,7 @@ class Run(ActiveRun):
         """Abandon the start because the lease is late, and prepare another reservation."""
         self._services.observer.count(Signal.STALE_START_PREVENTED, self.work.event_type)
         self.reserve_again()
-        return NotStarted()
+        return NotStarted(self._release_late)
 
     def reserve_again(self) -> None:
         """Make the next reservation of the work, which has not started, use the same token.
@@ -396,6 +396,13 @@ class Run(ActiveRun):
             self.work.keep_token(lease.reservation)
 
     # Internals.
+
+    def _release_late(self) -> None:
+        lease, work = self.lease, self.work
+        assert lease is not None, "only a lease can be late"
+        work.forget_token()
+        work.uncounted_attempts += 1
+        self._services.client.release_later(work, lease.reservation)
 
     def _begin_attempt(self, lease: HeldLease) -> Attempt:
         reserved, key = lease.reservation, self.work.key

@@ -246,6 +246,10 @@ class Discarded:
 class NotStarted:
     """Too little of the lease was left to start the function: reserve the work again."""
 
+    release: Callable[[], None]
+    """Releases the key in the background, if the work is not reserved again.  Otherwise the reservation would lapse,
+    and count as a crash."""
+
 
 Outcome: TypeAlias = Executed[T] | HandlerFailed | Discarded | Completed | Pending | Failed | KeyReused | Corrupt
 """Outcome of one attempt: the work was done now, was done before, or was not done for some reason."""

@@ -42,6 +42,8 @@ class Reserver:
         """
         executor = self._processor.executor
         asked_at = executor.now()
+        for item, _ in due:
+            item.release_late = None  # the store may return the same reservation
         try:
             verdicts = await executor.reserve_together([execution.work for _, execution in (*due, *ahead)])
         except StoreError as error:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from integr8s_idem._util.lease_clock import Clock
 from integr8s_idem.config import IdempotencyConfig
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.work import Attempt
@@ -46,17 +47,20 @@ def guarded(
     scope: str = "billing",
     owner: str | None = None,
     observer: Observer = SILENT,
+    clock: Clock | None = None,
     **config: Any,
 ) -> Guarded:
     """Create a manager with virtual time; pass the store of another one to share it.
 
-    `observer` observes in addition to the one that counts.
+    `observer` observes in addition to the one that counts.  `clock`: the lease clock, if it is not the virtual one.
     """
     store = store or virtual_store()
     counting = CountingObserver()
     settings = IdempotencyConfig(**{"processing_timeout_seconds": LEASE, **config})
     observers = combined(observer, counting)
-    return Guarded(IdempotencyManager(settings, store, observers, scope=scope, owner=owner), store, counting)
+    return Guarded(
+        IdempotencyManager(settings, store, observers, scope=scope, owner=owner, clock=clock), store, counting
+    )
 
 
 def plain_manager(**config: Any) -> IdempotencyManager:

@@ -13,6 +13,7 @@ from integr8s_idem.records import IdempotencyStatus, InProgress
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import LEASE, Guarded, Job, guarded
+from tests.support.stalling_store import StallingStore
 
 
 async def leave(task: asyncio.Task[object]) -> None:
@@ -83,6 +84,23 @@ async def test_a_cancellation_at_any_step_of_a_run_leaves_no_lease_behind(steps:
 
     assert await is_free(here)
     assert await here.manager.run("order:1", job) == "receipt-1"
+
+
+@virtual_time
+async def test_a_cancellation_before_a_late_key_is_reserved_again_releases_it() -> None:
+    prevented = 0
+    for steps in range(12):
+        store, job = StallingStore(), Job()
+        here = guarded(store, clock=store.lease_clock)
+        running = asyncio.create_task(here.manager.run("order:1", job))
+        await turns(steps)
+        running.cancel()
+        await asyncio.wait({running})
+
+        assert await is_free(here)
+        prevented += here.observer.counts[Signal.STALE_START_PREVENTED] > 0 and job.runs == 0
+        assert await here.manager.run("order:1", job) == "receipt-1"
+    assert prevented, "in some step, the start was prevented and the key not reserved again"
 
 
 @virtual_time

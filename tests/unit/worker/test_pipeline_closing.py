@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
 from tests.support.fake_worker import RunningWorker, running
 from tests.support.guarded import Guarded, guarded
@@ -25,6 +26,7 @@ from tests.support.pipelines import (
     turns,
     unfinished,
 )
+from tests.support.stalling_store import StallingStore
 
 EVERY_ORDERING = pytest.mark.parametrize("ordering", ["partition", "key", "none"])
 
@@ -69,6 +71,27 @@ async def test_a_partition_revoked_at_any_step_is_released_and_redelivered(order
 
             await finish(worker, here, depot)
             assert len(depot.done) == 20, "each was handled once"
+
+
+@EVERY_ORDERING
+@virtual_time
+async def test_a_key_whose_start_was_prevented_is_released_when_its_partition_is_revoked(ordering: str) -> None:
+    released = 0
+    for step in range(60):
+        store = StallingStore()
+        here, depot, broker = guarded(store, clock=store.lease_clock), Depot(), sent(1)
+        async with running(dispatcher_of(depot.handle, here), broker, None, ordering=ordering) as worker:
+            await turns(step)
+            await worker.until(lambda worker=worker: TOPIC in worker.consumer.assignment())  # type: ignore[misc]
+            await worker.consumer.take([TOPIC])
+
+            assert await leases_left(here) == []
+            released += here.observer.counts[Signal.STALE_START_PREVENTED] > 0 and not depot.started
+
+            await worker.consumer.give([TOPIC])
+            await finish(worker, here, depot)
+            assert depot.done == [0]
+    assert released, "in some step, the start was prevented and the key not reserved again"
 
 
 @pytest.mark.parametrize("verb", ["reserve", "complete"])
