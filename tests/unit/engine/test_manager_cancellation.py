@@ -10,10 +10,11 @@ from integr8s_idem.engine.work import Executed, HandlerFailed, Work
 from integr8s_idem.errors import LeaseLostError
 from integr8s_idem.keys import Key
 from integr8s_idem.records import IdempotencyStatus, InProgress
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
-from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.testing.virtual_time import virtual_now, virtual_time
 from tests.support.guarded import LEASE, Guarded, Job, guarded
-from tests.support.stalling_store import StallingStore
+from tests.support.stalling import ManualClock, StallingStore
 
 
 async def leave(task: asyncio.Task[object]) -> None:
@@ -90,8 +91,10 @@ async def test_a_cancellation_at_any_step_of_a_run_leaves_no_lease_behind(steps:
 async def test_a_cancellation_before_a_late_key_is_reserved_again_releases_it() -> None:
     prevented = 0
     for steps in range(12):
-        store, job = StallingStore(), Job()
-        here = guarded(store, clock=store.lease_clock)
+        clock, job = ManualClock(), Job()
+        store = StallingStore(MemoryIdempotencyRepository(clock=virtual_now))
+        store.stall = clock.stall
+        here = guarded(store, clock=clock)
         running = asyncio.create_task(here.manager.run("order:1", job))
         await turns(steps)
         running.cancel()

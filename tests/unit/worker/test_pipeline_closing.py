@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
-from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
+from integr8s_idem.testing.virtual_time import run_virtual, virtual_now, virtual_time
 from tests.support.fake_worker import RunningWorker, running
 from tests.support.guarded import Guarded, guarded
 from tests.support.pipelines import (
@@ -26,7 +27,7 @@ from tests.support.pipelines import (
     turns,
     unfinished,
 )
-from tests.support.stalling_store import StallingStore
+from tests.support.stalling import ManualClock, StallingStore
 
 EVERY_ORDERING = pytest.mark.parametrize("ordering", ["partition", "key", "none"])
 
@@ -78,8 +79,9 @@ async def test_a_partition_revoked_at_any_step_is_released_and_redelivered(order
 async def test_a_key_whose_start_was_prevented_is_released_when_its_partition_is_revoked(ordering: str) -> None:
     released = 0
     for step in range(60):
-        store = StallingStore()
-        here, depot, broker = guarded(store, clock=store.lease_clock), Depot(), sent(1)
+        clock, store = ManualClock(), StallingStore(MemoryIdempotencyRepository(clock=virtual_now))
+        store.stall = clock.stall
+        here, depot, broker = guarded(store, clock=clock), Depot(), sent(1)
         async with running(dispatcher_of(depot.handle, here), broker, None, ordering=ordering) as worker:
             await turns(step)
             await worker.until(lambda worker=worker: TOPIC in worker.consumer.assignment())  # type: ignore[misc]
