@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
-import pydantic_core
+import msgspec
 from starlette.types import Send
 
 from integr8s_idem.records import StoredResult
@@ -54,7 +54,7 @@ class Response:
             name = raw_name.decode("latin-1")
             if name.lower() not in unstored_headers:
                 headers.append((name, value.decode("latin-1")))
-        return StoredResult(pydantic_core.to_json((self.status, headers)) + b"\n" + self.body, MEDIA_TYPE)
+        return StoredResult(msgspec.json.encode((self.status, headers)) + b"\n" + self.body, MEDIA_TYPE)
 
 
 def response_of(stored: StoredResult) -> Response:
