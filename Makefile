@@ -74,8 +74,9 @@ demo: $(SETUP)  ## the platform on embedded servers, with duplicates and a kille
 	@$(BIN)/python -m examples.demo
 
 test: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## all tests, on a real Redis, Apache Kafka and MariaDB, and DynamoDB Local
-	@# Three on two cores: two leave a quarter of them idle, waiting for leases and sessions to end.
-	@$(BIN)/python -m pytest -n 3 --dist loadfile
+	@# Four on two cores: fewer leave them idle, waiting for leases and sessions to end.  In the order of collection, so
+	@# that short files come last, and no process works on a long one after the others have ended.
+	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 test-quick: $(SETUP)  ## the unit tests and the contract of the Redis store, in about a minute
 	@$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" tests/unit tests/contract/test_memory.py tests/contract/test_redis.py
