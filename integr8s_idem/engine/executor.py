@@ -99,7 +99,7 @@ class Executor(RunServices):
         Raises:
             StoreError: The store did not answer; nothing was done.
         """
-        if self.cache is not None:
+        if self.cache is not None and not work.forgotten:  # the outcome of other work with this key may be there
             known = self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
             if known is not None:
                 return known
@@ -178,9 +178,9 @@ class Executor(RunServices):
             LeaseLostError: The reservation was lost during the run.
             CancelledError: The caller was cancelled; the key has been released.
         """
+        run = await self.open(work, options)
         late_starts = 0
         while True:
-            run = await self.open(work, options)
             if not isinstance(run, Run) or run.is_suspect:
                 return run  # type: ignore[return-value]  # a suspect run, only of the two methods below
             if self.runs.pace.is_turn_over():
@@ -191,12 +191,21 @@ class Executor(RunServices):
             if not isinstance(returned, NotStarted):
                 return returned
             # The delay between the reservation and the start may exceed the lease every time.
-            try:
-                await asyncio.sleep(min(FIRST_LOOK * 2**late_starts, LONGEST_LOOK) if late_starts else 0)
-            except asyncio.CancelledError:
-                returned.release()
-                raise
+            pause = min(FIRST_LOOK * 2**late_starts, LONGEST_LOOK) if late_starts else 0
+            run = await self._open_again(work, options, returned, pause)
             late_starts += 1
+
+    async def _open_again(self, work: Work, options: RunOptions, late: NotStarted, pause: float) -> Run | Outcome[Any]:
+        """Reserve work whose start was prevented after a pause in seconds, or release its key if that fails."""
+        try:
+            await asyncio.sleep(pause)
+            opened = await self.open(work, options)
+        except BaseException:
+            late.release()
+            raise
+        if isinstance(opened, Run) and opened.lease is None:
+            late.release()
+        return opened
 
     def execute_or_suspect(
         self, work: Work, function: Callable[[Attempt], Awaitable[T]], options: RunOptions
@@ -262,7 +271,7 @@ class Executor(RunServices):
 
         Args:
             one_pass: Tries to reserve `work` once, and may run it.
-            wait_timeout: How long to wait for another run; `None` for no limit.
+            wait_timeout: How long to wait for another run, from now on; `None` for no limit.
 
         Raises:
             InProgressError: Another run is in progress, and the policy is not to wait; or the wait took too long

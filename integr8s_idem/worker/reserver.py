@@ -42,8 +42,6 @@ class Reserver:
         """
         executor = self._processor.executor
         asked_at = executor.now()
-        for item, _ in due:
-            item.release_late = None  # the store may return the same reservation
         try:
             verdicts = await executor.reserve_together([execution.work for _, execution in (*due, *ahead)])
         except StoreError as error:
@@ -56,6 +54,7 @@ class Reserver:
         except BaseException:
             for item, _ in due:
                 self._slots.release()
+                item.release_late = None  # what the store still answers is released
                 self._conclusions.abandon(item)
             raise
         else:
@@ -70,6 +69,7 @@ class Reserver:
         for (item, _), verdict in zip(ahead, verdicts[len(due) :], strict=True):
             self._ahead.keep(item, verdict, asked_at, executor)
         for (item, execution), verdict in zip(due, verdicts, strict=False):
+            item.release_late = None  # it may be the same reservation
             if isinstance(verdict, Reserved):
                 self.start(item, executor.reserved(execution.work, verdict, asked_at, self._options))
             else:
@@ -110,9 +110,14 @@ class Reserver:
 
     def _unreserved(self, item: WorkItem, work: Work, error: StoreError) -> None:
         """Run an item without the store if a policy allows it; otherwise wait for the store."""
-        if isinstance(error, StoreUnavailableError):
-            item.run = self._processor.executor.unreserved(work, self._options)
-        if item.run is not None:
+        run = (
+            self._processor.executor.unreserved(work, self._options)
+            if isinstance(error, StoreUnavailableError)
+            else None
+        )
+        if run is not None:
+            item.release()
+            item.run = run
             self._runners.add(item)
         else:
             self._slots.release()

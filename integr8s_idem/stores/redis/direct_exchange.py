@@ -51,11 +51,9 @@ class DirectExchange(asyncio.Protocol):
     def request(self, packed: bytes, number: int) -> asyncio.Future[list[Any]]:
         """Send commands, and return a future of their `number` responses; a refusal of the server is an error in it.
 
-        Call `detach` if the future is cancelled or fails.
-
-        Raises:
-            redis.exceptions.ConnectionError: The connection was lost, or the server asks to connect again.
-            redis.exceptions.InvalidResponse: The response is not valid.
+        The future fails with `redis.exceptions.ConnectionError` if the connection was lost or the server asks to
+        connect again, and with `InvalidResponse` if a response is not valid.  If it fails or is cancelled, call
+        `detach`.
         """
         self._number = number
         self._answers = []
@@ -89,7 +87,7 @@ class DirectExchange(asyncio.Protocol):
                 answers.append(answer)
             if reader.has_data():
                 self._reject_unrequested()
-        except Exception as error:  # noqa: BLE001  # raised by `request`
+        except Exception as error:  # noqa: BLE001  # the error of the future
             self._fail(error)
         else:
             if not done.done():

@@ -7,8 +7,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from integr8s_idem.engine.local_cache import LARGEST, LocalCache
+from integr8s_idem.engine.work import Work
 from integr8s_idem.errors import KeyReusedError
-from integr8s_idem.records import Completed, StoredResult
+from integr8s_idem.keys import Key
+from integr8s_idem.records import Completed, InProgress, StoredResult
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import Job, guarded
@@ -47,6 +49,17 @@ async def test_a_cached_key_with_another_payload_asks_the_store() -> None:
 
     with pytest.raises(KeyReusedError):
         await here.manager.run("order:1", job, fingerprint=b"b" * 16)
+
+
+@virtual_time
+async def test_work_whose_outcome_is_not_kept_is_not_answered_with_the_outcome_of_other_work() -> None:
+    here, job = guarded(local_memory_keys=10), Job()
+    await here.manager.run("order:1", job)
+
+    outcome = await here.manager.execute(Work(Key.of("order:1"), forgotten=True), job.with_attempt)
+
+    assert isinstance(outcome, InProgress), "it waits until that is no longer kept"
+    assert job.runs == 1
 
 
 @virtual_time

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from integr8s_idem.engine.work import Executed, HandlerFailed, Work
-from integr8s_idem.errors import LeaseLostError
+from integr8s_idem.errors import LeaseLostError, StoreUnavailableError
 from integr8s_idem.keys import Key
 from integr8s_idem.records import IdempotencyStatus, InProgress
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
@@ -104,6 +104,28 @@ async def test_a_cancellation_before_a_late_key_is_reserved_again_releases_it() 
         prevented += here.observer.counts[Signal.STALE_START_PREVENTED] > 0 and job.runs == 0
         assert await here.manager.run("order:1", job) == "receipt-1"
     assert prevented, "in some step, the start was prevented and the key not reserved again"
+
+
+@pytest.mark.parametrize("policy", ["closed", "open"])
+@virtual_time
+async def test_a_late_key_that_cannot_be_reserved_again_is_released(policy: str) -> None:
+    clock, job = ManualClock(), Job()
+    store = StallingStore(MemoryIdempotencyRepository(clock=virtual_now))
+    here = guarded(store, clock=clock, on_store_error=policy)
+
+    async def stall() -> None:
+        clock.leap()
+        store.fail_next("reserve")
+
+    store.stall = stall
+    if policy == "closed":
+        with pytest.raises(StoreUnavailableError):
+            await here.manager.run("order:1", job)
+    else:
+        assert await here.manager.run("order:1", job) == "receipt-1"
+
+    assert await is_free(here)
+    assert job.runs == (policy == "open")
 
 
 @virtual_time

@@ -75,13 +75,21 @@ async def test_a_partition_revoked_at_any_step_is_released_and_redelivered(order
 
 
 @EVERY_ORDERING
+@pytest.mark.parametrize("failures", [0, 1])
 @virtual_time
-async def test_a_key_whose_start_was_prevented_is_released_when_its_partition_is_revoked(ordering: str) -> None:
+async def test_a_key_whose_start_was_prevented_is_released_when_its_partition_is_revoked(
+    ordering: str, failures: int
+) -> None:
     released = 0
     for step in range(60):
         clock, store = ManualClock(), StallingStore(MemoryIdempotencyRepository(clock=virtual_now))
-        store.stall = clock.stall
         here, depot, broker = guarded(store, clock=clock), Depot(), sent(1)
+
+        async def stall(clock: ManualClock = clock, store: StallingStore = store) -> None:
+            clock.leap()
+            store.fail_next("reserve", failures)
+
+        store.stall = stall
         async with running(dispatcher_of(depot.handle, here), broker, None, ordering=ordering) as worker:
             await turns(step)
             await worker.until(lambda worker=worker: TOPIC in worker.consumer.assignment())  # type: ignore[misc]
