@@ -153,7 +153,7 @@ def _fields_in(schema: Any) -> dict[str, Any] | None:
     elif kind in {"dataclass-args", "named-tuple"}:
         found = {_name(field["name"], field): field for field in schema["fields"] if _is_dumped(field)}
     elif kind == "arguments":  # of a named tuple, in older versions of pydantic
-        return {argument["name"]: argument for argument in schema["arguments_schema"]}
+        return {argument["name"]: argument["schema"] for argument in schema["arguments_schema"]}
     else:
         return None
     for computed in schema.get("computed_fields", ()):
