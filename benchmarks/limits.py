@@ -19,7 +19,7 @@ LIMITS: Final[Mapping[str, str]] = {
         "less than a plain call"
     ),
     "single_duplicate_c64": (
-        "limited by this library's Python code, and missed by little: in two of three runs it was reached. For the "
+        "limited by this library's Python code: one of five runs missed it, by 3%. For the "
         "figure with native code, see `single_duplicate_c64_native`. The local memory (`local_duplicate`) saves most "
         "of it"
     ),
