@@ -9,7 +9,7 @@ from datetime import timedelta
 from time import monotonic, perf_counter
 from typing import Any, Final, TypeAlias, TypeVar
 
-from integr8s_idem._util.loop_fairness import pace_of
+from integr8s_idem._util.loop_fairness import pace_of, turn_of_the_loop
 from integr8s_idem.config import IdempotencyConfig, OnInProgress, OnKeyReused, OnStoreError
 from integr8s_idem.engine.active_runs import ActiveRun
 from integr8s_idem.engine.leases import HeldLease, LeaseKeeper
@@ -250,8 +250,7 @@ class Executor(RunServices):
         declined = self.declined(work, outcome)
         if not isinstance(declined, Run):
             return declined
-        if self.runs.pace.is_turn_over():
-            await declined.wait_for_turn()
+        await turn_of_the_loop()
         returned = await declined.call(function)
         assert not isinstance(returned, NotStarted), "a run without a lease cannot be late"
         return await declined.complete(returned) if isinstance(returned, Returned) else returned

@@ -110,15 +110,12 @@ class Reserver:
 
     def _unreserved(self, item: WorkItem, work: Work, error: StoreError) -> None:
         """Run an item without the store if a policy allows it; otherwise wait for the store."""
-        run = (
-            self._processor.executor.unreserved(work, self._options)
-            if isinstance(error, StoreUnavailableError)
-            else None
-        )
-        if run is not None:
-            item.release()
-            item.run = run
-            self._runners.add(item)
-        else:
-            self._slots.release()
-            self._conclusions.raised(item, error)
+        if isinstance(error, StoreUnavailableError):
+            run = self._processor.executor.unreserved(work, self._options)
+            if run is not None:
+                item.release()
+                item.run = run
+                self._runners.add(item)
+                return
+        self._slots.release()
+        self._conclusions.raised(item, error)

@@ -46,7 +46,8 @@ from integr8s_idem.telemetry import Signal
 from integr8s_idem.worker import EventPublisher
 from tests.support.fake_consumer import FakeBroker, FakeRecord
 from tests.support.fake_worker import FakePublisher
-from tests.support.stalling import LEASE, ManualClock, StallingObserver, StallingStore
+from tests.support.guarded import LEASE
+from tests.support.stalling import ManualClock, StallingObserver, StallingStore
 
 
 class Entry(ABC):

@@ -11,13 +11,13 @@ from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import Past, Phase, Span
 from integr8s_idem.testing.flaky_store import FlakyStore
 from tests.support.counting import CountingObserver
+from tests.support.guarded import LEASE
 
-LEASE = 30.0
 HOUR = timedelta(hours=1)
 
 
 class ManualClock:
-    """A clock that only moves when `leap` is called, past the end of a lease."""
+    """A clock that only moves when `leap` is called, by default past the end of a lease."""
 
     def __init__(self) -> None:
         self.seconds = 1_000_000.0
@@ -28,8 +28,8 @@ class ManualClock:
     def wall(self) -> datetime:
         return datetime.fromtimestamp(self.seconds, UTC)
 
-    def leap(self) -> None:
-        self.seconds += 2 * LEASE
+    def leap(self, seconds: float = 2 * LEASE) -> None:
+        self.seconds += seconds
 
     async def stall(self) -> None:
         """Leap, as the `stall` of a store."""

@@ -18,11 +18,12 @@ from integr8s_idem.integrations.faststream import IdempotencyMiddleware
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from tests.support.conditions import eventually
+from tests.support.guarded import LEASE
 from tests.support.late_starts import (
     OrderPlaced,
     Run,
 )
-from tests.support.stalling import LEASE, ManualClock
+from tests.support.stalling import ManualClock
 
 
 @pytest.fixture(autouse=True)

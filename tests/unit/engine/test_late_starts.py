@@ -22,7 +22,7 @@ from integr8s_idem.integrations.dishka import (
     FromDishka,
 )
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
-from tests.support.guarded import guarded
+from tests.support.guarded import LEASE, guarded
 from tests.support.late_starts import (
     BY_EVERY_ENTRY,
     CALLED_LATER,
@@ -34,7 +34,7 @@ from tests.support.late_starts import (
     container_of,
     value_of,
 )
-from tests.support.stalling import LEASE, ManualClock
+from tests.support.stalling import ManualClock
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,12 @@ import pytest
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from tests.support.guarded import LEASE
 from tests.support.late_starts import (
     Entry,
     Run,
 )
-from tests.support.stalling import LEASE, ManualClock
+from tests.support.stalling import ManualClock
 
 
 async def acquired(entry: Entry, *keys: str) -> list[Reserved]:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -25,25 +24,10 @@ from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone, ch
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
 from tests.support.counting import CountingObserver
+from tests.support.guarded import LEASE
+from tests.support.stalling import ManualClock
 
-LEASE = 30.0
 KEY = {"Idempotency-Key": '"8e03978e-40d5-43dd-bc93-6894a57f9324"'}
-
-
-class ManualClock:
-    """A clock that only moves when `leap` is called, by default past the end of a lease."""
-
-    def __init__(self) -> None:
-        self.seconds = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-    def wall(self) -> datetime:
-        return datetime.fromtimestamp(self.seconds, UTC)
-
-    def leap(self, seconds: float = 2 * LEASE) -> None:
-        self.seconds += seconds
 
 
 @dataclass
