@@ -128,11 +128,11 @@ async def test_an_unreachable_or_frozen_server_is_an_outage_until_it_responds(aw
     with own_dynamodb() as server:
         async with dynamo_client(server.settings()) as client:
             await migrate(client, "idem")
-            store = DynamoIdempotencyRepository(client, "idem", timeout=timedelta(seconds=0.5))
+            store = DynamoIdempotencyRepository(client, "idem")
             assert await works(store)
 
             server.stop_signal()
-            frozen = await error_of(store)
+            frozen = await error_of(DynamoIdempotencyRepository(client, "idem", timeout=timedelta(seconds=0.5)))
             server.continue_signal()
             assert await works(store)
             await asyncio.to_thread(server.kill)
