@@ -3,7 +3,7 @@
 Pages are written for a Git host: they have relative links, also to files outside `docs/`, and index pages with lists of
 links. Sphinx gets copies of them, in which
 
-- a list of links on an index page becomes a table of contents as well;
+- a list of links on an index page becomes a table of contents as well, unless it is a list of all pages of a folder;
 - each page or source outside `docs/` that is linked to becomes a page under `repository/`;
 - diagrams are embedded in the page, so that they follow the light or dark theme of the site;
 - comments are removed.
@@ -30,7 +30,7 @@ OUTSIDE: Final = "repository"
 """The folder of the site for files outside `docs/`."""
 
 EVERY_PAGE: Final = "<!-- every page of this folder -->"
-"""Placeholder on an index page for a list of links to all pages of its folder."""
+"""Placeholder on an index page for a list of links to all pages of its folder, which are in no table of contents."""
 
 _FENCED: Final = r"^ *(?P<fence>`{3,})[^\n]*\n.*?^ *(?P=fence)$"
 _COMMENT: Final = r"^ *(?P<comment><!--).*?-->\n+"
@@ -104,9 +104,20 @@ def _page(source: Path) -> Page:
         return f"{part['words']}({way}{'#' * bool(anchor)}{anchor})"
 
     text = _PART.sub(rewritten, text.replace(EVERY_PAGE, "\n".join(_pages_next_to(source))))
-    # A page from outside docs/ is reached through links and does not have to be in a table of contents.
-    front = "" if source.is_relative_to(DOCS) else "---\norphan: true\n---\n\n"
+    front = "---\norphan: true\n---\n\n" if _is_only_linked(source) else ""
     return Page(source, front + text + "".join(_contents(source, text)), frozenset(wants), frozenset(pictures))
+
+
+def _is_only_linked(source: Path) -> bool:
+    """Tell whether a page is in no table of contents: it is outside `docs/`, or in a folder with a list of all pages.
+
+    The sidebar of each page holds the whole table of contents; ninety decisions would hide the other pages in it.
+    """
+    return not source.is_relative_to(DOCS) or (source.name != "index.md" and _lists_all(source.with_name("index.md")))
+
+
+def _lists_all(index: Path) -> bool:
+    return index.is_file() and EVERY_PAGE in index.read_text(encoding="utf-8")
 
 
 def _pages_next_to(index: Path) -> Iterator[str]:
@@ -124,6 +135,8 @@ def title_of(page: Path) -> str:
 def _contents(source: Path, text: str) -> Iterator[str]:
     """Yield the lists of an index page as Sphinx tables of contents. Those of the first page keep their headings."""
     if source.name != "index.md" and source != DOCS / "reference" / "api" / "README.md":
+        return
+    if _lists_all(source):
         return
     pieces = _HEADING.split(text)
     for heading, piece in zip(["", *pieces[1::2]], pieces[::2], strict=True):
