@@ -192,20 +192,25 @@ class Executor(RunServices):
                 return returned
             # The delay between the reservation and the start may exceed the lease every time.
             pause = min(FIRST_LOOK * 2**late_starts, LONGEST_LOOK) if late_starts else 0
-            run = await self._open_again(work, options, returned, pause)
+            run = await self._open_again(work, options, pause)
             late_starts += 1
 
-    async def _open_again(self, work: Work, options: RunOptions, late: NotStarted, pause: float) -> Run | Outcome[Any]:
+    async def _open_again(self, work: Work, options: RunOptions, pause: float) -> Run | Outcome[Any]:
         """Reserve work whose start was prevented after a pause in seconds, or release its key if that fails."""
         try:
             await asyncio.sleep(pause)
-            opened = await self.open(work, options)
+            return await self.open(work, options)
         except BaseException:
-            late.release()
+            self.release_unstarted(work)
             raise
-        if isinstance(opened, Run) and opened.lease is None:
-            late.release()
-        return opened
+
+    def release_unstarted(self, work: Work) -> None:
+        """Release, in the background, a reservation kept for the next attempt of `work`, which is not made."""
+        reservation = work.unstarted
+        if reservation is not None:
+            work.forget_token()
+            work.uncounted_attempts += 1
+            self.client.release_later(work, reservation)
 
     def execute_or_suspect(
         self, work: Work, function: Callable[[Attempt], Awaitable[T]], options: RunOptions
@@ -393,6 +398,7 @@ class Executor(RunServices):
     def _unguarded(self, work: Work, key: str, options: RunOptions) -> Run:
         """Return a run without a reservation, as configured by a policy."""
         self.observer.count(Signal.UNGUARDED, work.event_type)
+        self.release_unstarted(work)
         work.unguarded_runs += 1
         work.count_copied_attempts()
         run = Run(self, work, None, options)
@@ -423,7 +429,7 @@ _HIT_AND_TAKEOVER: Final = (Signal.TAKEOVER, Signal.CACHE_HIT)
 
 def _signals_of(work: Work, verdict: Verdict) -> tuple[Signal, ...]:
     """Note in `work` that the store has answered, and return what to count."""
-    is_first, work.known = not work.known, True
+    is_first, work.known, work.unstarted = not work.known, True, None
     if not isinstance(verdict, Reserved):
         return _HIT if is_first else ()
     work.token = b""  # the next `reserve` is an attempt of its own

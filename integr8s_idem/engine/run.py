@@ -383,26 +383,21 @@ class Run(ActiveRun):
         """Abandon the start because the lease is late, and prepare another reservation."""
         self._services.observer.count(Signal.STALE_START_PREVENTED, self.work.event_type)
         self.reserve_again()
-        return NotStarted(self._release_late)
+        return NotStarted()
 
     def reserve_again(self) -> None:
         """Make the next reservation of the work, which has not started, use the same token.
 
-        It finds this reservation, which counts as the same attempt, or gets the current state of the work.
+        It finds this reservation, which counts as the same attempt, or gets the current state of the work.  If it is
+        not made after all, call `Executor.release_unstarted`: otherwise the reservation would lapse, and count as a
+        crash.
         """
         lease = self.lease
         if lease is not None:
             lease.drop()
-            self.work.keep_token(lease.reservation)
+            self.work.keep(lease.reservation)
 
     # Internals.
-
-    def _release_late(self) -> None:
-        lease, work = self.lease, self.work
-        assert lease is not None, "only a lease can be late"
-        work.forget_token()
-        work.uncounted_attempts += 1
-        self._services.client.release_later(work, lease.reservation)
 
     def _begin_attempt(self, lease: HeldLease) -> Attempt:
         reserved, key = lease.reservation, self.work.key

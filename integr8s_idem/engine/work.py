@@ -153,6 +153,8 @@ class Work(Struct):
     """Number of attempts that are not failures: the database rolled them back, or they were released unstarted."""
     token: bytes = b""
     """Kept after a `reserve` without an answer, so that the next one finds its reservation; empty: not reserved yet."""
+    unstarted: Reserved | None = None
+    """A reservation that was given up before the function started; the next `reserve` finds it by its token."""
     isolation: Isolation = Isolation.NONE
     returns: Callable[..., object] | None = None
     """The function whose return annotation is the type of the result; unknown if `None`."""
@@ -204,13 +206,15 @@ class Work(Struct):
             return NO_DELAY
         return rule.delay
 
-    def keep_token(self, reservation: Reserved) -> None:
-        """Let the next `reserve` find this reservation: it counts as the same attempt."""
+    def keep(self, reservation: Reserved) -> None:
+        """Let the next `reserve` find this reservation, which has not started: it counts as the same attempt."""
         self.token = reservation.token
+        self.unstarted = reservation
 
     def forget_token(self) -> None:
         """Let the next `reserve` be an attempt of its own."""
         self.token = b""
+        self.unstarted = None
 
 
 class Executed(Struct, Generic[T], frozen=True):
@@ -244,11 +248,7 @@ class Discarded:
 
 @dataclass(frozen=True, slots=True)
 class NotStarted:
-    """Too little of the lease was left to start the function: reserve the work again."""
-
-    release: Callable[[], None]
-    """Releases the key in the background, if the work is not reserved again.  Otherwise the reservation would lapse,
-    and count as a crash."""
+    """Too little of the lease was left to start the function: reserve the work again, or release its key."""
 
 
 Outcome: TypeAlias = Executed[T] | HandlerFailed | Discarded | Completed | Pending | Failed | KeyReused | Corrupt

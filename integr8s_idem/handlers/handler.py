@@ -169,6 +169,9 @@ class HandlerExecution:
         """Note that the attempt fails in a batch with others, only one of which may be the cause."""
         self._failed_together = True
 
+    def release_unstarted(self) -> None:
+        """Release a reservation that the next attempt would use, since that is not made."""
+
     async def attempt_or_suspect(self, *, wait_for_store: WaitForStore) -> Outcome[Any] | Run:
         """Make an attempt like `attempt`, or return a reserved suspect if `isolate` was called."""
         return await self.attempt(wait_for_store=wait_for_store)
@@ -232,6 +235,9 @@ class GuardedExecution(HandlerExecution):
         self.work.isolation = Isolation.ALONE if alone else Isolation.WAIVED
         suspect.reserve_again()
         return self.attempt_or_suspect(wait_for_store=wait_for_store)
+
+    def release_unstarted(self) -> None:
+        self.executor.release_unstarted(self.work)
 
     def no_longer_alone(self) -> None:
         """Note in its record, without waiting, that other handlers may run concurrently."""

@@ -323,7 +323,7 @@ class _Guard(BaseMiddleware[Any, Any]):
     async def _begin_all(self, requests: Sequence[tuple[Work | End, Any]]) -> list[End | None]:
         """Call `_begin` for each.  If one raises, release all."""
         ends: dict[int, End | None] = {}
-        late: list[Run] = []
+        late: list[Work] = []
         try:
             while pending := [index for index in range(len(requests)) if index not in ends]:
                 await self._begin_pending(requests, pending, ends)
@@ -332,11 +332,11 @@ class _Guard(BaseMiddleware[Any, Any]):
                 for run, record in [each for each in self._runs if each[0].is_late()]:
                     self._runs.remove((run, record))
                     run.not_started()
-                    late.append(run)
+                    late.append(run.work)
                     del ends[_index_of(record, requests)]
         except BaseException:
-            for run in late:
-                run.release()  # this process may still hold it, and the message must not wait until the lease expires
+            for work in late:
+                self._manager.executor.release_unstarted(work)
             await self._abandon()
             raise
         return [ends[index] for index in range(len(requests))]
@@ -436,7 +436,7 @@ class _Guard(BaseMiddleware[Any, Any]):
         try:
             return await self._begin(run.work, record)
         except BaseException:
-            run.release()  # this process may still hold it, and the message must not wait until the lease expires
+            self._manager.executor.release_unstarted(run.work)
             raise
 
     async def publish_scope(self, call_next: Callable[[Any], Awaitable[Any]], cmd: Any) -> Any:

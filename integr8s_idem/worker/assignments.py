@@ -7,7 +7,7 @@ longer move offsets, so a late completion never rewinds or overtakes the group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -241,8 +241,6 @@ class WorkItem:
     execution: HandlerExecution
     run: Run | None = None
     """Its reservation, from the store's response until the handler starts."""
-    release_late: Callable[[], None] | None = None
-    """Releases a reservation that was too late to start the handler; set until the key is requested again."""
     answer: Completed | None = None
     """The store's answer, if it was asked before the turn of the delivery."""
 
@@ -253,11 +251,10 @@ class WorkItem:
 
     def release(self) -> None:
         """Release its reservation, if there is one."""
-        run, release_late, self.run, self.release_late = self.run, self.release_late, None, None
+        run, self.run = self.run, None
         if run is not None:
             run.release()
-        elif release_late is not None:
-            release_late()
+        self.execution.release_unstarted()
 
 
 class AbandonedError(Exception):

@@ -69,7 +69,6 @@ class Conclusions:
             case Completed():
                 self.duplicate(item)
             case NotStarted():
-                item.release_late = outcome.release
                 self._leave_limit(item)
                 self._reschedule(item)
             case Scheduled():

@@ -52,9 +52,9 @@ class Reserver:
                 self._slots.release()
                 self._conclusions.broken(item, error)
         except BaseException:
-            for item, _ in due:
+            for item, execution in due:
                 self._slots.release()
-                item.release_late = None  # what the store still answers is released
+                execution.work.forget_token()  # what the store still answers is released
                 self._conclusions.abandon(item)
             raise
         else:
@@ -69,7 +69,6 @@ class Reserver:
         for (item, _), verdict in zip(ahead, verdicts[len(due) :], strict=True):
             self._ahead.keep(item, verdict, asked_at, executor)
         for (item, execution), verdict in zip(due, verdicts, strict=False):
-            item.release_late = None  # it may be the same reservation
             if isinstance(verdict, Reserved):
                 self.start(item, executor.reserved(execution.work, verdict, asked_at, self._options))
             else:
@@ -113,7 +112,6 @@ class Reserver:
         if isinstance(error, StoreUnavailableError):
             run = self._processor.executor.unreserved(work, self._options)
             if run is not None:
-                item.release()
                 item.run = run
                 self._runners.add(item)
                 return

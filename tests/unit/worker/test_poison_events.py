@@ -16,14 +16,16 @@ from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Reserved, ReserveRequest
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
-from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.testing.virtual_time import virtual_now, virtual_time
 from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.poison_events import PoisonEventRunner
 from tests.support.counting import SentOutcomes
 from tests.support.fake_worker import running
 from tests.support.guarded import LEASE, Guarded, guarded
 from tests.support.pipelines import (
+    TOPIC,
     Depot,
     ParcelSent,
     all_committed,
@@ -33,6 +35,7 @@ from tests.support.pipelines import (
     sent,
     unfinished,
 )
+from tests.support.stalling import StallingStore
 
 
 def key_of(here: Guarded, parcel: int) -> str:
@@ -243,6 +246,29 @@ async def test_events_reserved_before_an_isolated_run_are_released_when_their_pa
         await asyncio.sleep(1)
         left = [record.key async for record in here.store.scan("") if await here.store.count_active(record.key)]
         assert not held or len(left) == 1, "only the event that runs alone is held"
+
+
+@virtual_time
+async def test_a_suspect_that_cannot_be_marked_is_released_when_its_partition_is_revoked() -> None:
+    store = StallingStore(MemoryIdempotencyRepository(clock=virtual_now))
+    here, depot, broker = guarded(store), Depot(), sent(1)
+    await leave_crashes(here, 0, times=2)
+
+    async def fail() -> None:
+        store.down.add("reserve")  # the suspect is reserved; the request that marks it as running alone fails
+
+    store.stall = fail
+    async with running(dispatcher_of(depot.handle, here), broker, None) as worker:
+        await worker.until(lambda: here.observer.counts[Signal.STORE_ERROR] > 0)
+        await worker.consumer.take([TOPIC])
+
+        assert await leases_left(here) == []
+        assert (await record_of(here, 0)).lapsed == 2
+
+        store.down.clear()
+        await worker.consumer.give([TOPIC])
+        await worker.until(lambda: all_committed(worker))
+    assert depot.done == [0]
 
 
 @virtual_time
