@@ -41,6 +41,8 @@ class Finding:
         """Describe a figure without a problem."""
         if self.now is None:
             return f"not measured: needs `{self.target.needs}`"
+        if self.target.forbidden:
+            return "has no target: a measured limit forbids it"
         if self.target.reached(self.now):
             return "ok"
         if self.target.reached(self.now, margin=self.target.margin):
@@ -77,7 +79,7 @@ def _problem(target: Target, now: float | None, before: float | None, rounds: in
         return f"has {rounds} rounds, fewer than {MIN_ROUNDS}"
     if before is not None and target.worse(now, before):
         return "is worse than the committed figure"
-    if not target.limit and not target.reached(now, margin=target.margin):
+    if not (target.limit or target.forbidden) and not target.reached(now, margin=target.margin):
         return "misses its target"
     return ""
 
@@ -96,8 +98,9 @@ def main() -> int:
     print(f"{'figure':30} {'now':>8} {'target':>12} {'before':>8}")
     print("\n".join(map(str, found)))
     problem_count = sum(bool(finding.wrong) for finding in found)
-    reached = sum(finding.now is not None and finding.target.reached(finding.now) for finding in found)
-    print(f"{len(found) - problem_count} of {len(found)} figures pass; {reached} reach their target")
+    aimed = [finding for finding in found if finding.now is not None and not finding.target.forbidden]
+    reached = sum(finding.now is not None and finding.target.reached(finding.now) for finding in aimed)
+    print(f"{len(found) - problem_count} of {len(found)} figures pass; {reached} of {len(aimed)} targets are reached")
     return 1 if problem_count else 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -116,14 +116,27 @@ def latest_tables(results: Results, other: Results) -> dict[str, str]:
 
 
 def missed(results: Results) -> list[str]:
-    """Return the keys of figures that miss their targets."""
-    return [key for key, target in TARGETS.items() if key in results and not target.reached(results[key])]
+    """Return the keys of figures that miss their targets, without targets that were dropped."""
+    return [
+        key
+        for key, target in TARGETS.items()
+        if key in results and not target.forbidden and not target.reached(results[key])
+    ]
 
 
 def _limits(results: Results) -> str:
-    """List the targets that are missed, with the reasons."""
+    """List the targets that are missed or were dropped, with the reasons."""
     limits = [f"- `{key}`, {TARGETS[key]}: {TARGETS[key].limit}" for key in missed(results) if TARGETS[key].limit]
-    return "\n".join(["", "", "Missed targets, and why:", "", *limits]) if limits else ""
+    dropped = [
+        f"- `{key}`, was {target.bound:g}: {target.forbidden}"
+        for key, target in TARGETS.items()
+        if key in results and target.forbidden
+    ]
+    return _list("Missed targets, and why:", limits) + _list("Targets that a measured limit forbids:", dropped)
+
+
+def _list(title: str, lines: Sequence[str]) -> str:
+    return "\n".join(["", "", title, "", *lines]) if lines else ""
 
 
 def _benchmarks(results: Results) -> list[str]:
@@ -148,7 +161,7 @@ def _costs(results: Results, key: str) -> list[str]:
 
 def _latest(results: Results, key: str) -> str:
     target, value = TARGETS[key], results[key]
-    if target.reached(value):
+    if target.forbidden or target.reached(value):
         mark = ""
     elif target.reached(value, margin=target.margin):
         mark = " ≈"

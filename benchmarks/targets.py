@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from benchmarks.limits import LIMITS
+from benchmarks.limits import FORBIDDEN, LIMITS
 
 MARGIN: Final = 0.1
 """Fraction by which a figure may miss its target: two runs on one machine differ by as much."""
@@ -22,6 +22,8 @@ class Target:
     """Whether lower is better."""
     limit: str = ""
     """Known reason why it is missed, if any."""
+    forbidden: str = ""
+    """The measured limit because of which the target was dropped, if it was."""
     noise: float = 0.25
     """Fraction by which two runs of the same code may differ."""
     needs: str = ""
@@ -41,6 +43,8 @@ class Target:
         return now > before * (1 + self.noise) if self.at_most else now < before * (1 - self.noise)
 
     def __str__(self) -> str:
+        if self.forbidden:
+            return "dropped"
         return f"{'≤' if self.at_most else '≥'} {self.bound:g}"
 
 
@@ -144,7 +148,8 @@ RATIOS: Final[Mapping[str, str]] = {
 """Meanings of the figures without a target."""
 
 TARGETS: Final[Mapping[str, Target]] = {
-    key: replace(target, limit=LIMITS.get(key, "")) for key, target in _TARGETS.items()
+    key: replace(target, limit=LIMITS.get(key, ""), forbidden=FORBIDDEN.get(key, ""))
+    for key, target in _TARGETS.items()
 }
 
 _OWNED: Final = (

@@ -15,6 +15,8 @@ from benchmarks.cost_tables import STAGES as LISTED_STAGES
 from benchmarks.costs import STAGES
 from benchmarks.deployments import known_costs, predicted_rate
 from benchmarks.flames import flame_graph
+from benchmarks.guard import _problem
+from benchmarks.limits import FORBIDDEN, LIMITS
 from benchmarks.machine import machine
 from benchmarks.profiled import GRAPH, stacks
 from benchmarks.questions import KEYS
@@ -80,6 +82,30 @@ def test_a_missed_target_is_marked_and_its_reason_is_listed(
     assert f"){mark} |" in row
     reasons = "Missed targets, and why:\n\n- `growth_2m`, ≥ 0.9: why"
     assert figures.endswith(reasons) == (value < 0.9 and bool(limit))
+
+
+def test_a_dropped_target_is_not_marked_and_its_limit_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = json.loads(LATEST.read_text(encoding="utf-8")) | {"growth_2m": 0.5}
+    monkeypatch.setattr("benchmarks.tables.TARGETS", {"growth_2m": Target("it", 0.9, forbidden="physics")})
+
+    figures = latest_tables(results, results)["figures"]
+
+    row = next(line for line in figures.splitlines() if "`growth_2m`" in line)
+    assert row.startswith("| `growth_2m` | it | dropped | **0.50** (")
+    assert not set(row) & set("≈†✗")
+    assert figures.endswith("Targets that a measured limit forbids:\n\n- `growth_2m`, was 0.9: physics")
+
+
+@pytest.mark.parametrize(("now", "problem"), [(0.5, ""), (0.3, "is worse than the committed figure")])
+def test_the_guard_compares_a_figure_without_a_target_with_the_last_commit(now: float, problem: str) -> None:
+    target = Target("it", 0.9, forbidden="physics")
+
+    assert _problem(target, now, 0.5, 7) == problem
+
+
+def test_each_reason_belongs_to_a_target() -> None:
+    assert FORBIDDEN.keys() | LIMITS.keys() <= TARGETS.keys()
+    assert FORBIDDEN.keys() & LIMITS.keys() == set()
 
 
 def test_each_benchmark_reports_its_server_and_time() -> None:
