@@ -37,6 +37,12 @@ class PartitionRegistry:
         new = [self._new(Partition(*partition)) for partition in partitions]
         self.assignments.update({assignment.partition: assignment for assignment in new})
         logger.info("%s: assigned partitions: %d", self._service, len(self.assignments))
+        if not self.assignments:
+            logger.warning(
+                "%s: this worker has no partitions and handles nothing: its topics have fewer partitions than its "
+                "group has members, or do not exist yet. Start fewer workers, or add partitions",
+                self._service,
+            )
         return new
 
     def _new(self, partition: Partition, start: int | None = None) -> Assignment:

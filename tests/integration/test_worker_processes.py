@@ -141,6 +141,15 @@ async def test_what_a_killed_observer_was_handling_is_handled_and_then_guarded(s
     assert "only observes" not in third.output
 
 
+async def test_a_worker_too_many_says_that_it_has_no_partitions(setting: Setting) -> None:
+    with setting.worker("first") as first, setting.worker("second") as second, setting.worker("third") as third:
+        workers = (first, second, third)
+        await eventually(
+            lambda: any("this worker has no partitions" in worker.output for worker in workers),
+            state=lambda: "\n".join(worker.output for worker in workers),
+        )
+
+
 @pytest.mark.scenario(3)
 async def test_a_waiting_duplicate_takes_over_within_a_lease_and_a_second(setting: Setting) -> None:
     """No rebalance is needed: the other worker already has the event and waits for the lease to end."""

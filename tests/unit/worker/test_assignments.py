@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.partition_registry import PartitionRegistry
 from tests.support.deliveries import assignment, delivery
@@ -44,6 +46,18 @@ async def test_an_assignment_is_busy_again_when_another_delivery_starts() -> Non
         assert not idle.done()
         current.remove_running(one)
         assert idle.done()
+
+
+@virtual_time
+async def test_a_worker_without_partitions_warns(caplog: pytest.LogCaptureFixture) -> None:
+    registry = PartitionRegistry("billing", drain_seconds=5)
+
+    registry.begin([])
+    registry.begin([assignment().partition])
+    registry.begin([])
+
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("billing: this worker has no partitions and handles nothing")
 
 
 @virtual_time
