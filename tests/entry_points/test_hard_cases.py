@@ -49,7 +49,7 @@ async def ground(
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("aiokafka", "confluent", "faststream"):
+    for module in ("aiokafka", "confluent", "faststream_guard"):
         monkeypatch.setattr(f"integr8s_idem.integrations.{module}.pause_after", lambda _: 0.02)
 
 

@@ -17,7 +17,6 @@ LONGER: Final = {
     "errors.py": "one class per error, in one tree, where its readers look it up",
     "handlers/handler.py": "handlers make executions, and executions know their handler",
     "integrations/dishka.py": "one framework per module: its providers side by side",
-    "integrations/faststream.py": "one framework per module: a middleware with the guard of its subscribers",
     "stores/dynamodb/repository.py": "the Protocol of a store, method by method",
     "stores/memory.py": "a whole store, which authors of other stores read from top to bottom",
     "stores/redis/codec.py": "the record format: how it is written and how it is read must be compared",

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from integr8s_idem.config import IdempotencyConfig
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.integrations.asgi import key_of_request
-from integr8s_idem.integrations.faststream import key_of_message
+from integr8s_idem.integrations.faststream_subscribers import key_of_message
 from integr8s_idem.integrations.kafka_loops import work_of
 from integr8s_idem.keys import EntryPoint, Key, KeySpace
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from integr8s_idem.config import IdempotencyConfig
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.integrations.asgi import key_of_request
-from integr8s_idem.integrations.faststream import key_of_message
+from integr8s_idem.integrations.faststream_subscribers import key_of_message
 from integr8s_idem.integrations.kafka_loops import work_of
 from integr8s_idem.keys import Key, KeySpace
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository

@@ -28,7 +28,7 @@ from tests.support.stalling import ManualClock
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.integrations.faststream.pause_after", lambda _: 0.0)
+    monkeypatch.setattr("integr8s_idem.integrations.faststream_guard.pause_after", lambda _: 0.0)
 
 
 async def test_a_batch_handler_is_called_without_events_whose_lease_is_late(

@@ -39,7 +39,7 @@ from tests.support.stalling import ManualClock
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.integrations.faststream.pause_after", lambda _: 0.0)
+    monkeypatch.setattr("integr8s_idem.integrations.faststream_guard.pause_after", lambda _: 0.0)
 
 
 @BY_EVERY_ENTRY

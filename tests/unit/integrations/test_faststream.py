@@ -61,7 +61,7 @@ class Shop:
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.integrations.faststream.pause_after", lambda _: 0.0)
+    monkeypatch.setattr("integr8s_idem.integrations.faststream_guard.pause_after", lambda _: 0.0)
 
 
 class Transaction:

@@ -25,7 +25,7 @@ from tests.support.guarded import Guarded, guarded
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("integr8s_idem.integrations.faststream.pause_after", lambda _: 0.0)
+    monkeypatch.setattr("integr8s_idem.integrations.faststream_guard.pause_after", lambda _: 0.0)
 
 
 class Shop:
@@ -336,7 +336,7 @@ async def test_without_given_up_a_failed_message_is_redelivered_and_logs_the_rem
 
 
 def _errors(caplog: pytest.LogCaptureFixture) -> list[str]:
-    records = (record for record in caplog.records if record.name == "integr8s_idem.integrations.faststream")
+    records = (record for record in caplog.records if record.name == "integr8s_idem.integrations.faststream_guard")
     return [record.getMessage() for record in records if record.levelno == logging.ERROR]
 
 

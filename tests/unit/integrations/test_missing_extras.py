@@ -21,7 +21,7 @@ def test_a_missing_package_error_names_the_extra_to_install(
     extra: str, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"integr8s_idem.integrations.{extra}"
-    for loaded in [each for each in sys.modules if each == name or each.partition(".")[0] == missing]:
+    for loaded in [each for each in sys.modules if each.startswith(name) or each.partition(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, missing, None)
 

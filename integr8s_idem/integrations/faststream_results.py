@@ -1,0 +1,61 @@
+"""Results of FastStream handlers: read before the handler's scope closes, stored, and returned again to duplicates."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from faststream.exceptions import AckMessage
+from faststream.response import Response
+
+from integr8s_idem.engine.results import decode_result, encode_result, repeatable
+from integr8s_idem.errors import ResultDecodeError, ResultDroppedError
+from integr8s_idem.records import Completed, StoredResult
+
+logger = logging.getLogger(__name__)
+
+
+def materialized(value: Any, name: str | None) -> Any:
+    """Read an iterator that a handler returned, or the body of its `Response`, before FastStream does."""
+    if isinstance(value, Response):
+        value.body = repeatable(value.body, f"{name}")
+        return value
+    return repeatable(value, f"{name}")
+
+
+_RESPONSE: Final = "; response"
+
+
+def stored(value: Any) -> Any:
+    """Convert a handler's result for the store.  Of a `Response`, the body and the headers are stored."""
+    if not isinstance(value, Response):
+        return value
+    try:
+        body, head = encode_result(value.body), encode_result(value.headers)
+    except Exception:  # noqa: BLE001  # user-defined serializers may raise; the work is done, so drop the result
+        return value
+    return StoredResult(head.body + b"\n" + body.body, body.content_type + _RESPONSE)
+
+
+def replayed(done: Completed) -> Any:
+    """Return the result of the first run, for FastStream to publish it again.
+
+    Raises:
+        AckMessage: The result was not stored or cannot be read.  No published message is missing, because a record
+            is completed after its messages are sent.
+    """
+    result = done.result
+    if result is None:
+        if done.result_dropped:
+            logger.warning("%s", ResultDroppedError(done.key))
+        raise AckMessage
+    kind, mark, _ = result.content_type.partition(_RESPONSE)
+    try:
+        if not mark:
+            return decode_result(done.key, result)
+        head, _, body = result.body.partition(b"\n")
+        headers = decode_result(done.key, StoredResult(head))
+        return Response(decode_result(done.key, StoredResult(body, kind)), headers=headers)
+    except ResultDecodeError as error:
+        logger.warning("%s", error)
+        raise AckMessage from error
