@@ -22,7 +22,7 @@ CHECKOUT = Path(__file__).parents[2]
 FOUND_WITHIN = 1_000
 """Number of seeds within which each injected bug must be found."""
 
-REPEATED = 40
+REPEATED = 20
 """Number of seeds whose steps are compared."""
 
 RARE = {

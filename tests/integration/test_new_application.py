@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import pytest
 from integr8s_idem.config import RedisStoreSettings
 from integr8s_idem.embedded import load_embedded_settings
 from tests.support.processes import ServiceProcess
+from tests.support.pytest_options import WITHOUT_PLUGINS
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +50,7 @@ def python(folder: Path, *command: str) -> str:
 
 
 def test_its_tests_pass(folder: Path) -> None:
-    quiet: Sequence[str] = ("-p", "no:schemathesis", "-p", "no:valkey", "-p", "no:cacheprovider", "-W", "error")
+    quiet = (*WITHOUT_PLUGINS, "-W", "error")
 
     output = python(folder, "pytest", "-q", *quiet)
 

@@ -183,7 +183,7 @@ def build(folder: Path = FOLDER) -> subprocess.CompletedProcess[str]:
     options = ["--quiet", "--fail-on-warning", "--keep-going", "--nitpicky", "--write-all", "--jobs", "2"]
     places = ["--conf-dir", DOCS, "--doctree-dir", folder / "doctrees", folder / "source", folder / "html"]
     command = [sys.executable, "-m", "sphinx", "--builder", "html", *options, *map(str, places)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from integr8s_idem.testing.faults import FAULTS
 from tests.packaging.repository import ROOT, code_blocks
+from tests.support.pytest_options import WITHOUT_PLUGINS
 
 PAGE = (ROOT / "docs" / "how-to" / "test-your-handlers.md").read_text(encoding="utf-8")
 OPTIONS = ("-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=function", "-W", "error", "-q")
-QUIET = ("-p", "no:schemathesis", "-p", "no:valkey", "-p", "no:cacheprovider")
 
 
 def write(folder: Path) -> None:
@@ -50,7 +50,7 @@ def test_the_tests_on_the_page_pass_and_fail_for_an_unguarded_handler(tmp_path: 
 
 def run(folder: Path, *arguments: str) -> str:
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", *QUIET, *OPTIONS, *arguments],
+        [sys.executable, "-m", "pytest", *WITHOUT_PLUGINS, *OPTIONS, *arguments],
         cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     return ran.stdout

@@ -23,7 +23,7 @@ from tests.packaging.repository import ROOT, files, name_of
 from tests.packaging.trace_picture import PICTURE
 from tests.support.browser import Browser, Colours
 
-pytestmark = pytest.mark.timeout(300)  # Sphinx renders two hundred pages first
+pytestmark = pytest.mark.timeout(600)  # Sphinx renders three hundred pages first
 
 WIDTHS = (1280, 400)
 SERVED_BY_SPHINX = {"genindex.html", "search.html"}

@@ -20,6 +20,7 @@ from tests.security_fuzz import keys as key_fuzz
 from tests.security_fuzz.campaign import CAMPAIGN
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.scenario(123, 124, 125, 128, 130, 133, 136)
 def test_no_input_of_the_campaign_breaks_a_promise() -> None:
     figures = CAMPAIGN.run(0, CAMPAIGN.in_test)

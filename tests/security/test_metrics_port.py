@@ -230,6 +230,7 @@ FLOOD: Final = """
 """
 
 
+@pytest.mark.timeout(300)
 async def test_health_is_answered_during_20_000_incomplete_requests() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200
     each = min(most, 5_000)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from integr8s_idem.testing.faults import CRASHES, FAULTS
+from tests.support.pytest_options import WITHOUT_PLUGINS
 
 ROOT = Path(__file__).parents[3]
 
@@ -129,7 +130,7 @@ def run(folder: Path, tests: str, *options: str) -> PytestResult:
     """Run a separate pytest process in which warnings are errors."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(tests)
-    quiet = ("-p", "no:schemathesis", "-p", "no:valkey", "-p", "no:cacheprovider", "-W", "error", "-v", "-rs")
+    quiet = (*WITHOUT_PLUGINS, "-W", "error", "-v", "-rs")
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", *quiet, *options],
         cwd=folder,
