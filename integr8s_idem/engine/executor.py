@@ -89,6 +89,11 @@ class Executor(RunServices):
             self.observer.count(Signal.DUPLICATE_BLOCKED, event_type)
         return done
 
+    def _known(self, work: Work) -> Completed | None:
+        if work.forgotten:
+            return None  # the outcome of other work with this key may be there
+        return self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
+
     # Single units of work.
 
     async def open(self, work: Work, options: RunOptions = ONCE) -> Run | Outcome[Any]:
@@ -99,10 +104,8 @@ class Executor(RunServices):
         Raises:
             StoreError: The store did not answer; nothing was done.
         """
-        if self.cache is not None and not work.forgotten:  # the outcome of other work with this key may be there
-            known = self.known_here(work.key, work.fingerprint, work.event_type, looked=work.known)
-            if known is not None:
-                return known
+        if self.cache is not None and (known := self._known(work)) is not None:
+            return known
         asked_at = self.now()
         try:
             if work.looks or work.unanswered:
@@ -126,7 +129,8 @@ class Executor(RunServices):
             if run is None:
                 raise
             return run
-        self._count_verdict(work, verdict)
+        for signal in _signals_of(work, verdict):
+            self.observer.count(signal, work.event_type)
         if not isinstance(verdict, Reserved):
             return self.declined(work, verdict, options)
         run = self.reserved(work, verdict, asked_at, options)
@@ -181,7 +185,7 @@ class Executor(RunServices):
         run = await self.open(work, options)
         late_starts = 0
         while True:
-            if not isinstance(run, Run) or run.is_suspect:
+            if not isinstance(run, Run) or (work.isolation is Isolation.PENDING and run.is_suspect):
                 return run  # type: ignore[return-value]  # a suspect run, only of the two methods below
             if self.runs.pace.is_turn_over():
                 await run.wait_for_turn()
@@ -404,11 +408,6 @@ class Executor(RunServices):
         run = Run(self, work, None, options)
         run.attempt = Attempt(key, work.unguarded_runs, 0, float("inf"), work.key.label, work.key.generation)
         return run
-
-    def _count_verdict(self, work: Work, verdict: Verdict) -> None:
-        """Report a verdict of the store."""
-        for signal in _signals_of(work, verdict):
-            self.observer.count(signal, work.event_type)
 
     def _count_verdicts(self, works: Sequence[Work], verdicts: Sequence[Verdict]) -> None:
         """Report the verdicts of the store, by event type."""

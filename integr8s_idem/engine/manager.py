@@ -32,11 +32,11 @@ from integr8s_idem.engine.measured_store import measured
 from integr8s_idem.engine.outcomes import error_of
 from integr8s_idem.engine.reconciliation import Question, awaitable_answer, reconciled
 from integr8s_idem.engine.results import (
+    check_function,
     decode_result,
     discarded_error,
     observed_place,
     refuse_call,
-    refuse_generator,
     return_type_of,
 )
 from integr8s_idem.engine.run import RunOptions
@@ -488,13 +488,13 @@ class IdempotencyManager:
             BaseException: As well, such as `SystemExit`; but then no outcome is recorded, and the key stays reserved
                 until the lease ends, as after a crash.
         """
-        refuse_call(function, "manager.run(key, function)")
-        refuse_generator(function)
+        check_function(function, "manager.run(key, function)")
         longest_wait = None if wait_timeout is None else duration(wait_timeout, "wait_timeout")
         checked_ttl = None if ttl is None else self.checked_ttl(ttl)
         block = None if on_failure is None else chosen(OnFailure, on_failure, "on_failure")
         wait = None if on_in_progress is None else chosen(OnInProgress, on_in_progress, "on_in_progress")
-        work_key, payload = self._store_client.space.key(key), given_fingerprint(fingerprint)
+        work_key = self._store_client.space.key(key)
+        payload = None if fingerprint is None else given_fingerprint(fingerprint)
         if self.executor.cache is not None and (known := self.executor.known_here(work_key, payload)) is not None:
             return replayed_value(work_key.label, known, function)  # type: ignore[no-any-return]
         work = Work(work_key, payload, checked_ttl, on_failure=block)

@@ -173,6 +173,19 @@ def refuse_call(function: object, instead: str) -> None:
     )
 
 
+def check_function(function: Callable[..., object], instead: str) -> None:
+    """Check that `function` can be called to do its work; see `refuse_call` and `refuse_generator`.
+
+    Raises:
+        ApplicationError: It cannot.
+    """
+    code = getattr(function, "__code__", None)
+    if type(code) is types.CodeType and not code.co_flags & _GENERATOR:
+        return  # the common case: a function or a method
+    refuse_call(function, instead)
+    refuse_generator(function)
+
+
 def refuse_generator(function: Callable[..., object]) -> None:
     """Reject a generator function, synchronous or async, because calling it does none of its work.
 

@@ -24,9 +24,8 @@ from integr8s_idem.engine.active_runs import ActiveRun, check_start, run_of
 from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.outcomes import error_of
 from integr8s_idem.engine.results import (
+    check_function,
     decode_result,
-    refuse_call,
-    refuse_generator,
     return_type_of,
 )
 from integr8s_idem.engine.run import RunOptions
@@ -102,8 +101,7 @@ class Steps:
         """
         once = chosen(Once, once, "once")
         self._check(name)
-        refuse_call(function, f"steps.run({name!r}, reserve, order_id)")
-        refuse_generator(function)
+        check_function(function, f"steps.run({name!r}, reserve, order_id)")
         await self._slots.look()
         mark = mark_of(name)
         if (before := self._slots.done_before(mark)) is not None:
@@ -254,8 +252,7 @@ class UnrecordedSteps(Steps):
         **kwargs: Any,
     ) -> T:
         """Run `function`.  Raises any error of it, unchanged."""
-        refuse_call(function, f"steps.run({name!r}, reserve, order_id)")
-        refuse_generator(function)
+        check_function(function, f"steps.run({name!r}, reserve, order_id)")
         return await function(*args, **kwargs)
 
 

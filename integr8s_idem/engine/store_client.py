@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
 
+from integr8s_idem._util.tokens import new_token
 from integr8s_idem.config import IdempotencyConfig, OnStoreError
 from integr8s_idem.engine.coalescer import Coalescer
 from integr8s_idem.engine.error_text import describe_error
@@ -70,6 +71,7 @@ class StoreClient:
         # Read for every event; the settings compute them on each access.
         self._lease, self._default_ttl = config.lease, config.ttl
         self._retention_of = retention_rule(self._default_ttl, self._lease)
+        self._default_retention = self._retention_of(None)
         self.space = KeySpace(config.key_prefix, scope, config.hash_keys)
         self._repository = repository
         self._reservations = Coalescer(repository.reserve, abandoned=self._release_abandoned)
@@ -95,11 +97,14 @@ class StoreClient:
             ApplicationError: The manager was used before this process was forked.
         """
         self.home.check()
+        key, token = self.space.full(work.key), work.token
+        if not token:
+            token = work.token = new_token()
         return ReserveRequest(
-            key=self.space.full(work.key),
-            token=work.token_for_reserve(),
+            key=key,
+            token=token,
             lease=self._lease,
-            retention=self._retention_of(work.ttl),
+            retention=self._default_retention if work.ttl is None else self._retention_of(work.ttl),
             fingerprint=work.fingerprint,
             owner=self._owner,
             trace=work.trace,

@@ -12,7 +12,6 @@ from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 
 from msgspec import Struct
 
-from integr8s_idem._util.tokens import new_token
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnKeyReused
 from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.errors import StoreError
@@ -185,12 +184,6 @@ class Work(Struct):
         # Failures here include them if the record had counted them.
         self.failed_runs = max(self.failed_runs, self.copied_attempt)
         self.copied_attempt = 0
-
-    def token_for_reserve(self) -> bytes:
-        """Return the token that is kept, or a new one."""
-        if not self.token:
-            self.token = new_token()
-        return self.token
 
     def rule_for(self, error: Exception, config: IdempotencyConfig) -> FailureRule | None:
         """Return the rule for a run that has failed with `error`, if there is one."""

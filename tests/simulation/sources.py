@@ -13,7 +13,7 @@ from typing import Any, Final
 from unittest import mock
 
 from integr8s_idem._util import deadlines, loop_fairness
-from integr8s_idem.engine import executor, work
+from integr8s_idem.engine import executor, store_client
 from integr8s_idem.worker import backoff, consumer, dead_letters, isolation_gate, poller, runners
 from tests.simulation.processes import PROCESS
 
@@ -46,7 +46,7 @@ def driven_by(random: Random) -> Iterator[None]:
     with ExitStack() as patches:
         for place, name, source in (
             (executor, "random", chance),
-            (work, "new_token", lambda: random.randbytes(16)),
+            (store_client, "new_token", lambda: random.randbytes(16)),
             # Processes share the event loop, and timers of dead processes never fire.
             (deadlines, "_clock_of", lambda _: clocks[PROCESS.get()]),
             (loop_fairness, "pace_of", pace_of),
