@@ -121,7 +121,9 @@ class Executor(RunServices):
                     if work.trace is not None:
                         describe(span, work, verdict)
         except asyncio.CancelledError:
-            # The reservation is released under this token, so the next attempt must use another one.
+            # The reservation is released under this token, so the next attempt must use another one.  One that was
+            # kept is released in any case: the request may fail.
+            self.release_unstarted(work)
             work.forget_token()
             raise
         except StoreUnavailableError:
@@ -200,12 +202,16 @@ class Executor(RunServices):
             late_starts += 1
 
     async def _open_again(self, work: Work, options: RunOptions, pause: float) -> Run | Outcome[Any]:
-        """Reserve work whose start was prevented after a pause in seconds, or release its key if that fails."""
+        """Reserve work whose start was prevented after a pause in seconds, or release its key if that fails.
+
+        A caller that waits for the store keeps the reservation: it reserves the work again, or releases it.
+        """
         try:
             await asyncio.sleep(pause)
             return await self.open(work, options)
-        except BaseException:
-            self.release_unstarted(work)
+        except BaseException as error:
+            if options.wait_for_store is None or not isinstance(error, StoreError):
+                self.release_unstarted(work)
             raise
 
     def release_unstarted(self, work: Work) -> None:

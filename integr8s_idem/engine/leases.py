@@ -115,11 +115,6 @@ class HeldLease(Deadline):
         """Whether the handler may finish after its cancellation: only until the lease ends."""
         return now < self.deadline
 
-    @property
-    def is_held(self) -> bool:
-        """Whether the lease is being renewed."""
-        return self._keeper.holds(self)
-
     def drop(self) -> None:
         """Stop renewing the lease of a handler that does not start."""
         self._keeper.held.pop(self, None)
@@ -228,10 +223,6 @@ class LeaseKeeper:
     def drop(self, lease: HeldLease) -> None:
         """Stop renewing `lease`."""
         self.held.pop(lease, None)
-
-    def holds(self, lease: HeldLease) -> bool:
-        """Whether `lease` is being renewed."""
-        return lease in self.held
 
     def __len__(self) -> int:
         return len(self.held)

@@ -142,6 +142,7 @@ class Run(ActiveRun):
         lease = self.lease
         assert lease is not None, "a run without a reservation has no recorded crashes"
         lease.drop()
+        self.end()
         reserved = lease.reservation
         return await self._record_failure(lease, CrashedTooOftenError(self._crashes(reserved)), reserved.attempt)
 
@@ -395,6 +396,7 @@ class Run(ActiveRun):
         lease = self.lease
         if lease is not None:
             lease.drop()
+            self.end()
             self.work.keep(lease.reservation)
 
     # Internals.

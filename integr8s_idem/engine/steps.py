@@ -149,11 +149,14 @@ class Steps:
                 except StoreUnavailableError as error:
                     await pause_briefly(error)
 
-        outcome = await one_pass()
-        if isinstance(outcome, Pending):
-            # An earlier run may still be running the step; it ends soon, or its lease does.
-            outcome = await self._executor.settled(work, outcome, one_pass, on_in_progress=OnInProgress.WAIT)
-        return outcome
+        try:
+            outcome = await one_pass()
+            if isinstance(outcome, Pending):
+                # An earlier run may still be running the step; it ends soon, or its lease does.
+                outcome = await self._executor.settled(work, outcome, one_pass, on_in_progress=OnInProgress.WAIT)
+            return outcome
+        finally:
+            self._executor.release_unstarted(work)
 
     async def _do(self, step: StepSlot, attempt: Attempt) -> object:
         if step.once is Once.AT_MOST_ONCE and attempt.number > 1:

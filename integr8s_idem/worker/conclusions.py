@@ -193,7 +193,8 @@ class Conclusions:
         self._wait(item, until=self._circuit.available_again)
 
     def wait_for_limit(self, item: WorkItem, turn: Turn) -> None:
-        """Handle the item again when it has its place."""
+        """Handle the item again when it has its place.  It must not hold its key meanwhile."""
+        item.release()
         self._waiting.add(item, item.delivery.assignment.closing, until=turn)
 
     def _leave_limit(self, *items: WorkItem) -> None:
@@ -260,7 +261,7 @@ class Conclusions:
                 self.conclude(item, outcome)
 
         def ended(task: asyncio.Task[None]) -> None:
-            if run is not None and run.lease is not None and run.lease.is_held and not run.lease.entered:
+            if run is not None and not run.is_over:
                 run.release()
             if task.cancelled():
                 self.cancelled(item)

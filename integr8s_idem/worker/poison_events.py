@@ -63,7 +63,7 @@ class PoisonEventRunner:
                 run = partial(execution.run_isolated, suspect, alone=turn.is_alone, wait_for_store=wait_for_store)
                 return await (self._alone(execution, turn, run) if turn.is_alone else with_others(run))
         finally:
-            if lease.is_held:  # no attempt was made
+            if not suspect.is_over:  # no attempt was made
                 suspect.release()
             execution.isolate()  # also at the next attempt
 

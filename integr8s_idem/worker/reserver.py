@@ -52,9 +52,8 @@ class Reserver:
                 self._slots.release()
                 self._conclusions.broken(item, error)
         except BaseException:
-            for item, execution in due:
+            for item, _ in due:
                 self._slots.release()
-                execution.work.forget_token()  # what the store still answers is released
                 self._conclusions.abandon(item)
             raise
         else:

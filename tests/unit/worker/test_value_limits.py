@@ -20,13 +20,15 @@ from integr8s_idem.handlers.observing_dispatcher import ObservingEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.keys import Key
 from integr8s_idem.records import IdempotencyStatus, ReserveRequest
-from integr8s_idem.telemetry import Gauge
-from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.telemetry import Gauge, Signal
+from integr8s_idem.testing.virtual_time import run_virtual, virtual_now, virtual_time
 from integr8s_idem.worker.kafka_protocols import Partition
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import RunningWorker, running
 from tests.support.guarded import Guarded, guarded
 from tests.support.pipelines import unfinished
+from tests.support.stalling import ManualClock, StallingStore
 
 EVERY_ORDERING = pytest.mark.parametrize("ordering", ["partition", "key", "none"])
 
@@ -374,3 +376,26 @@ async def test_a_gauge_counts_the_events_that_wait() -> None:
         await worker.until(lambda: here.observer.gauges.get(Gauge.LIMIT_WAITING) == 3, seconds=10)
         desk.held[0].set()
         await worker.until(lambda: here.observer.gauges[Gauge.LIMIT_WAITING] == 0, seconds=10)
+
+
+@virtual_time
+async def test_an_event_whose_start_was_prevented_holds_no_key_while_it_waits_for_its_place() -> None:
+    clock, store = ManualClock(), StallingStore(MemoryIdempotencyRepository(clock=virtual_now))
+    here, desk = guarded(store, clock=clock), Desk()
+    desk.held = {1: asyncio.Event()}
+    store.stall = clock.stall  # after the reservation of the first order
+    async with running(limited(desk.handle, here, at_most=1), paid(["ann", "ann"]), None, ordering="none") as worker:
+        await worker.until(lambda: desk.started == [1])
+        assert here.observer.counts[Signal.STALE_START_PREVENTED] == 1
+        await worker.until(lambda: worker.worker.report().in_flight == 2)
+        assert await reserved(here) == [1]
+
+        desk.held[1].set()
+        await settled(worker, here)
+    assert desk.done == [1, 0]
+
+
+async def reserved(here: Guarded) -> list[int]:
+    """Return the orders whose keys are held."""
+    prefix = f"{here.manager.space.root}handle:order_paid:id:order-"
+    return [number for number in await leases(here) if await here.store.count_active(f"{prefix}{number}")]
