@@ -187,7 +187,7 @@ class Executor(RunServices):
         run = await self.open(work, options)
         late_starts = 0
         while True:
-            if not isinstance(run, Run) or (work.isolation is Isolation.PENDING and run.is_suspect):
+            if not isinstance(run, Run) or run.is_suspect:
                 return run  # type: ignore[return-value]  # a suspect run, only of the two methods below
             if self.runs.pace.is_turn_over():
                 await run.wait_for_turn()

@@ -159,8 +159,6 @@ class LeaseKeeper:
         self.now: Clock = clock or self._read_first
         """Returns the time by the lease clock, in seconds.  The first call must be made in the event loop's thread."""
         self._last_times: tuple[timedelta, float, LeaseTimes] | None = None
-        self._last_length: tuple[timedelta, float, float] = (timedelta(), 0.0, 0.0)
-        """A lease, its seconds, and those until its margin; most leases are the same object."""
         self._repository = repository
         self._observer = observer
         self.held: dict[HeldLease, None] = {}
@@ -185,10 +183,8 @@ class LeaseKeeper:
         last = self._last_times
         if last is not None and last[0] is lease and last[1] == asked_at:
             return last[2]
-        if self._last_length[0] is not lease:
-            seconds = lease.total_seconds()
-            self._last_length = lease, seconds, seconds - fence_margin(seconds)
-        _, seconds, until_margin = self._last_length
+        seconds = lease.total_seconds()
+        until_margin = seconds - fence_margin(seconds)
         # Count from the request and not from the answer: the store's lease began between the two.
         now = self.now()
         if self._loop is None:  # the clock was given

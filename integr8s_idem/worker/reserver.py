@@ -109,10 +109,9 @@ class Reserver:
     def _unreserved(self, item: WorkItem, work: Work, error: StoreError) -> None:
         """Run an item without the store if a policy allows it; otherwise wait for the store."""
         if isinstance(error, StoreUnavailableError):
-            run = self._processor.executor.unreserved(work, self._options)
-            if run is not None:
-                item.run = run
-                self._runners.add(item)
-                return
-        self._slots.release()
-        self._conclusions.raised(item, error)
+            item.run = self._processor.executor.unreserved(work, self._options)
+        if item.run is not None:
+            self._runners.add(item)
+        else:
+            self._slots.release()
+            self._conclusions.raised(item, error)

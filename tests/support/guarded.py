@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
+from os import urandom
 from typing import Any
 
 from integr8s_idem._util.lease_clock import Clock
 from integr8s_idem.config import IdempotencyConfig
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.work import Attempt
-from integr8s_idem.records import IdempotencyRecord
+from integr8s_idem.keys import Key
+from integr8s_idem.records import IdempotencyRecord, Reserved, ReserveRequest
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.telemetry.composite import combined
@@ -39,6 +42,22 @@ class Guarded:
         record = await self.manager.get(key)
         assert record is not None
         return record
+
+    async def is_free(self, key: str = "order:1") -> bool:
+        """Whether the key is free, after pending background writes."""
+        await self.manager.close()
+        return await self.store.count_active(self.manager.space.full(Key.of(key))) == 0
+
+    async def leave_crashes(self, *keys: str, times: int, alone: bool = False) -> None:
+        """Leave records of processes that died while they held `keys`, which are full keys."""
+        for _ in range(times):
+            lease, retention = timedelta(seconds=LEASE), timedelta(hours=2)
+            requests = [
+                ReserveRequest(key=key, token=urandom(16), lease=lease, retention=retention, alone=alone)
+                for key in keys
+            ]
+            assert all(isinstance(verdict, Reserved) for verdict in await self.store.reserve(requests))
+            await asyncio.sleep(LEASE + 1)
 
 
 def guarded(

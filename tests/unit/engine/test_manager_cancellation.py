@@ -34,12 +34,6 @@ async def stored(here: Guarded) -> None:
         await turns(1)
 
 
-async def is_free(here: Guarded, key: str = "order:1") -> bool:
-    """Whether the key is free, after pending background writes."""
-    await here.manager.close()
-    return await here.store.count_active(here.manager.space.full(Key.of(key))) == 0
-
-
 @virtual_time
 async def test_a_cancelled_run_releases_its_key() -> None:
     here, job = guarded(), Job(seconds=10)
@@ -48,7 +42,7 @@ async def test_a_cancelled_run_releases_its_key() -> None:
 
     await leave(running)
 
-    assert await is_free(here)
+    assert await here.is_free()
     assert await here.manager.run("order:1", job) == "receipt-1"
     assert (await here.record()).attempt == 2
 
@@ -83,7 +77,7 @@ async def test_a_cancellation_at_any_step_of_a_run_leaves_no_lease_behind(steps:
     running.cancel()
     await asyncio.wait({running})
 
-    assert await is_free(here)
+    assert await here.is_free()
     assert await here.manager.run("order:1", job) == "receipt-1"
 
 
@@ -100,7 +94,7 @@ async def test_a_cancellation_before_a_late_key_is_reserved_again_releases_it() 
         running.cancel()
         await asyncio.wait({running})
 
-        assert await is_free(here)
+        assert await here.is_free()
         prevented += here.observer.counts[Signal.STALE_START_PREVENTED] > 0 and job.runs == 0
         assert await here.manager.run("order:1", job) == "receipt-1"
     assert prevented, "in some step, the start was prevented and the key not reserved again"
@@ -124,7 +118,7 @@ async def test_a_late_key_that_cannot_be_reserved_again_is_released(policy: str)
     else:
         assert await here.manager.run("order:1", job) == "receipt-1"
 
-    assert await is_free(here)
+    assert await here.is_free()
     assert job.runs == (policy == "open")
 
 
@@ -142,7 +136,7 @@ async def test_a_cancellation_at_the_moment_of_the_answer_releases_the_key() -> 
 
     assert running.cancelled()
     assert job.runs == 0
-    assert await is_free(here)
+    assert await here.is_free()
 
 
 @virtual_time
@@ -157,7 +151,7 @@ async def test_a_reservation_without_a_waiting_caller_is_released() -> None:
     await turns(10)
 
     assert job.runs == 0
-    assert await is_free(here)
+    assert await here.is_free()
 
 
 @virtual_time
@@ -170,7 +164,7 @@ async def test_a_cancelled_reserve_call_releases_the_key() -> None:
     await asyncio.wait({asking})
 
     if asking.cancelled():
-        assert await is_free(here)
+        assert await here.is_free()
 
 
 @virtual_time
@@ -255,7 +249,7 @@ async def test_a_handler_that_turns_its_cancellation_into_an_error_has_failed() 
     outcome = await running
     assert isinstance(outcome, HandlerFailed)
     assert str(outcome.error) == "interrupted"
-    assert await is_free(here)
+    assert await here.is_free()
 
 
 @virtual_time
@@ -266,7 +260,7 @@ async def test_a_timeout_of_the_caller_is_a_cancellation() -> None:
         async with asyncio.timeout(5):
             await here.manager.run("order:1", job)
 
-    assert await is_free(here)
+    assert await here.is_free()
     assert here.observer.counts[Signal.RESERVATION_LOST] == 0
 
 
@@ -281,7 +275,7 @@ async def test_a_handlers_own_timeout_error_is_its_failure() -> None:
     with pytest.raises(TimeoutError):
         await here.manager.run("order:1", slow)
 
-    assert await is_free(here)
+    assert await here.is_free()
     assert here.observer.counts[Signal.HANDLER_FAILED] == 1
 
 
@@ -312,8 +306,8 @@ async def test_a_nested_run_is_cancelled_with_the_outer_one_and_both_keys_are_fr
 
     await leave(running)
 
-    assert await is_free(here, "outer")
-    assert await is_free(here, "inner")
+    assert await here.is_free("outer")
+    assert await here.is_free("inner")
 
 
 @virtual_time

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from datetime import timedelta
-from os import urandom
 
 import pytest
 
@@ -15,7 +13,6 @@ from integr8s_idem.engine.transactions import OutcomeWriter
 from integr8s_idem.engine.work import Attempt, Isolation, Work
 from integr8s_idem.errors import StoreError
 from integr8s_idem.keys import Key
-from integr8s_idem.records import ReserveRequest
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_now, virtual_time
@@ -23,7 +20,7 @@ from integr8s_idem.worker.assignments import AbandonedError
 from integr8s_idem.worker.isolation_gate import IsolationGate
 from integr8s_idem.worker.poison_events import PoisonEventRunner
 from tests.support.fake_worker import running
-from tests.support.guarded import LEASE, Guarded, Job, guarded
+from tests.support.guarded import Guarded, Job, guarded
 from tests.support.pipelines import Depot, all_committed, dispatcher_of, sent
 from tests.support.stalling import ManualClock, StallingStore
 
@@ -60,11 +57,6 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def is_free(here: Guarded, key: str) -> bool:
-    await here.manager.close()
-    return await here.store.count_active(here.manager.space.full(Key.of(key))) == 0
-
-
 @virtual_time
 async def test_a_key_is_released_if_the_request_that_reserves_it_again_is_cancelled_and_fails() -> None:
     stall, job = Stall(), Job()
@@ -80,7 +72,7 @@ async def test_a_key_is_released_if_the_request_that_reserves_it_again_is_cancel
     with pytest.raises(asyncio.CancelledError):
         await call
 
-    assert await is_free(stall.here, "order:1")
+    assert await stall.here.is_free("order:1")
     assert job.runs == 0
 
 
@@ -101,7 +93,7 @@ async def test_an_isolated_run_that_has_not_started_before_an_outage_is_not_a_cr
     stall, depot = Stall(failures=4), Depot()
     full = f"{stall.here.manager.space.root}handle:parcel_sent:id:parcel-0"
     stall.store.skipped = 3
-    await leave_crashes(stall.here, full, times=2)
+    await stall.here.leave_crashes(full, times=2)
 
     async with running(dispatcher_of(depot.handle, stall.here), sent(1), None) as worker:
         await worker.until(lambda: all_committed(worker))
@@ -110,14 +102,6 @@ async def test_an_isolated_run_that_has_not_started_before_an_outage_is_not_a_cr
     assert depot.done == [0]
     last = stall.store.reserved[-1]
     assert (last.attempt, last.lapsed) == (3, 2)
-
-
-async def leave_crashes(here: Guarded, full: str, *, times: int) -> None:
-    """Leave a record of processes that died while they held the key."""
-    for _ in range(times):
-        lease, retention = timedelta(seconds=LEASE), timedelta(hours=2)
-        await here.store.reserve([ReserveRequest(key=full, token=urandom(16), lease=lease, retention=retention)])
-        await asyncio.sleep(LEASE + 1)
 
 
 class Suspect:
@@ -145,7 +129,7 @@ class Suspect:
 @virtual_time
 async def test_a_transactional_suspect_is_released_if_its_turn_never_comes() -> None:
     here = guarded()
-    await leave_crashes(here, here.manager.space.full(Key.of("order:1")), times=2)
+    await here.leave_crashes(here.manager.space.full(Key.of("order:1")), times=2)
     suspect = Suspect(here)
     run = await suspect.reserved()
     closing = asyncio.get_running_loop().create_future()
@@ -160,4 +144,4 @@ async def test_a_transactional_suspect_is_released_if_its_turn_never_comes() -> 
             None,  # type: ignore[arg-type]  # never called
         )
 
-    assert await is_free(here, "order:1")
+    assert await here.is_free("order:1")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
-from os import urandom
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from integr8s_idem.engine.work import Executed, Outcome
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.handlers.router import EventRouter
-from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Reserved, ReserveRequest
+from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_now, virtual_time
@@ -43,15 +42,7 @@ def key_of(here: Guarded, parcel: int) -> str:
 
 
 async def leave_crashes(here: Guarded, *parcels: int, times: int, alone: bool = False) -> None:
-    """Leave records of processes that died while they handled `parcels`."""
-    for _ in range(times):
-        lease, retention = timedelta(seconds=LEASE), timedelta(hours=2)
-        requests = [
-            ReserveRequest(key=key_of(here, each), token=urandom(16), lease=lease, retention=retention, alone=alone)
-            for each in parcels
-        ]
-        assert all(isinstance(verdict, Reserved) for verdict in await here.store.reserve(requests))
-        await asyncio.sleep(LEASE + 1)
+    await here.leave_crashes(*[key_of(here, each) for each in parcels], times=times, alone=alone)
 
 
 async def record_of(here: Guarded, parcel: int) -> IdempotencyRecord:
