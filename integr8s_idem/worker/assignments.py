@@ -68,9 +68,9 @@ class Assignment:
         if not self.closing.done():
             self.closing.set_result(None)
 
-    def remove_running(self, *deliveries: Delivery) -> None:
-        """Note that deliveries were settled or released."""
-        self.running.difference_update(deliveries)
+    def remove_running(self, delivery: Delivery) -> None:
+        """Note that a delivery was settled or released."""
+        self.running.discard(delivery)
         if self._idle is not None and not self._idle.done() and not self.running:
             self._idle.set_result(None)
 
@@ -220,17 +220,6 @@ class Delivery:
                     self.recorded.released()
                 self.recorded.end()
             processing.end()
-
-
-def by_assignment(deliveries: Iterable[Delivery]) -> dict[Assignment, list[Delivery]]:
-    """Group deliveries by their assignments."""
-    groups: dict[Assignment, list[Delivery]] = {}
-    for delivery in deliveries:
-        if (group := groups.get(delivery.assignment)) is None:
-            groups[delivery.assignment] = [delivery]
-        else:
-            group.append(delivery)
-    return groups
 
 
 @dataclass(slots=True, eq=False)

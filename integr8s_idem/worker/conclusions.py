@@ -367,7 +367,8 @@ class Conclusions:
 
     def _done(self, *items: WorkItem) -> None:
         self._leave_limit(*items)
-        settled, abandoned = list[Delivery](), list[Delivery]()
+        settled: list[Delivery] = []
+        abandoned: list[Delivery] = []
         for item in items:
             delivery, execution = item.delivery, item.execution
             if isinstance(execution, GuardedExecution) and execution.work.looks:

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
@@ -27,7 +26,7 @@ from integr8s_idem.handlers.dispatcher import EventDispatcher
 from integr8s_idem.handlers.observing_dispatcher import ObservingEventDispatcher
 from integr8s_idem.records import StoreHealth
 from integr8s_idem.telemetry import Gauge, Signal
-from integr8s_idem.worker.assignments import Assignment, Delivery
+from integr8s_idem.worker.assignments import Delivery
 from integr8s_idem.worker.backoff import Backoff
 from integr8s_idem.worker.backpressure import Backpressure
 from integr8s_idem.worker.batch_limits import limits_of_batches
@@ -116,9 +115,6 @@ class ServiceReport:
     """Messages in its partitions after the committed offsets, as of the last poll."""
     tally: Tally
     reason: str = ""
-
-
-_offset_of: Final = attrgetter("record.offset")
 
 
 class ServiceWorker:
@@ -504,14 +500,14 @@ class ServiceWorker:
         self._backpressure.add(*deliveries)
         self._pipeline.put(deliveries)
 
-    def _finish(self, assignment: Assignment, deliveries: Sequence[Delivery]) -> None:
-        if assignment.ended:
+    def _finish(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            if not delivery.assignment.ended:
+                delivery.assignment.progress.finish(delivery.record.offset)
+                continue
             # Settled after the partition was revoked: its next owner will find the records (R2).
-            self._processor.tally.stale += len(deliveries)
-            for delivery in deliveries:
-                self.observer.count(Signal.STALE_COMPLETION, delivery.event_type)
-        else:
-            assignment.progress.finish(*map(_offset_of, deliveries))
+            self._processor.tally.stale += 1
+            self.observer.count(Signal.STALE_COMPLETION, delivery.event_type)
 
     async def _commit_loop(self, consumer: Consumer) -> None:
         while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal
 
 from integr8s_idem.worker.assignments import Delivery
@@ -20,31 +20,37 @@ class Lanes:
         """Whether deliveries wait for each other."""
         self._lanes: dict[Hashable, Lane[Delivery]] = {}
 
-    def enter(self, delivery: Delivery) -> bool:
-        """Return whether it is the turn of `delivery`; otherwise it waits."""
+    def enter(self, deliveries: Sequence[Delivery]) -> Sequence[Delivery]:
+        """Return those whose turn it is; the others wait."""
         if not self.are_ordered:
-            return True
-        name: Hashable = delivery.assignment
-        # The name includes the assignment, so that a partition starts with new lanes after a rebalance.
-        if self._by_key and delivery.record.key is not None:
-            name = (delivery.assignment, delivery.record.key)
-        lane = self._lanes.get(name)
-        if lane is None:
-            delivery.lane = self._lanes[name] = Lane(name)
-            return True
-        delivery.lane = lane
-        lane.waiting.append(delivery)
-        return False
+            return deliveries
+        due = []
+        for delivery in deliveries:
+            name: Hashable = delivery.assignment
+            # The name includes the assignment, so that a partition starts with new lanes after a rebalance.
+            if self._by_key and delivery.record.key is not None:
+                name = (delivery.assignment, delivery.record.key)
+            lane = self._lanes.get(name)
+            if lane is None:
+                lane = self._lanes[name] = Lane(name)
+                due.append(delivery)
+            else:
+                lane.waiting.append(delivery)
+            delivery.lane = lane
+        return due
 
-    def leave(self, delivery: Delivery) -> Delivery | None:
-        """End the turn of `delivery`, and return the next delivery of its lane, if there is one."""
-        lane = delivery.lane
-        if lane is None:
-            return None
-        if lane.waiting:
-            return lane.next_turn()
-        del self._lanes[lane.name]
-        return None
+    def leave(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
+        """End the turns of `deliveries`, and return those that come next in their lanes."""
+        due = []
+        for delivery in deliveries:
+            lane = delivery.lane
+            if lane is None:
+                continue  # without an order
+            if lane.waiting:
+                due.append(lane.next_turn())
+            else:
+                del self._lanes[lane.name]
+        return due
 
     def withdraw_closed(self) -> list[Delivery]:
         """Remove and return the deliveries of closed assignments that wait for others."""

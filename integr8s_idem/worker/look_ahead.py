@@ -62,6 +62,8 @@ class LookAhead:
         self._decoded: dict[Delivery, Decoded] = {}
         """Deliveries that were decoded, and whose processing has not begun."""
         self._prepared: dict[Delivery, Prepared] = {}
+        self.find: Final = self._prepared.get
+        """Return what was prepared for a delivery, or `None`."""
         self._timer: asyncio.TimerHandle | None = None
 
     def decode(self, delivery: Delivery, context: Context) -> Decoded | None:
@@ -146,12 +148,6 @@ class LookAhead:
         if self._prepared and self._timer is None:
             self._timer = loop.call_later(LONGEST_HOLD, self._release_old)
         return due
-
-    def is_answered_at_turn(self, delivery: Delivery) -> bool:
-        """Note that the turn of `delivery` has come, and return whether the store has answered."""
-        prepared = self._prepared[delivery]
-        prepared.has_turn = True
-        return prepared.answered_at is not None
 
     def take(self, delivery: Delivery) -> Prepared:
         """Begin the turn of `delivery`."""

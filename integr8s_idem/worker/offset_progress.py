@@ -63,11 +63,15 @@ class Progress:
         elif position > start:
             self._first, self._next = start, position
 
-    def finish(self, *offsets: int) -> None:
-        """Note that deliveries may be acknowledged."""
-        self._finished.update(offsets)
-        while self._delivered and self._delivered[0] in self._finished:
-            self._finished.discard(self._delivered.popleft())
+    def finish(self, offset: int) -> None:
+        """Note that a delivery may be acknowledged."""
+        delivered, finished = self._delivered, self._finished
+        if not delivered or delivered[0] != offset:
+            finished.add(offset)
+            return
+        delivered.popleft()
+        while finished and delivered and delivered[0] in finished:
+            finished.discard(delivered.popleft())
 
     @property
     def committable(self) -> int | None:

@@ -134,7 +134,8 @@ class OutcomeRecorder:
             for item, _ in returned:
                 self._conclusions.abandon(item)
             raise
-        recorded, others = list[tuple[WorkItem, int]](), list[tuple[WorkItem, Returned[Any]]]()
+        recorded: list[tuple[WorkItem, int]] = []
+        others: list[tuple[WorkItem, Returned[Any]]] = []
         for (item, each), is_written in zip(returned, written, strict=True):
             if is_written:
                 recorded.append((item, each.run.attempt.number))

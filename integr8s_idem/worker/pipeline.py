@@ -28,7 +28,7 @@ from integr8s_idem.engine.observed_work import Place
 from integr8s_idem.engine.run import RunOptions
 from integr8s_idem.handlers.handler import GuardedExecution, HandlerExecution
 from integr8s_idem.handlers.observing_dispatcher import ObservedExecution
-from integr8s_idem.worker.assignments import Assignment, Delivery, WorkItem, by_assignment
+from integr8s_idem.worker.assignments import Delivery, WorkItem
 from integr8s_idem.worker.batch_limits import MOST_TOGETHER
 from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import Decoded, DeliveryProcessor, UnverifiedReplay
@@ -55,13 +55,13 @@ class Pipeline:
         processor: DeliveryProcessor,
         ordering: Ordering,
         *,
-        finish: Callable[[Assignment, Sequence[Delivery]], None],
+        finish: Callable[[Sequence[Delivery]], None],
         left: Callable[..., None],
         fail: Callable[[BaseException], None],
     ) -> None:
         """
         Args:
-            finish: Called with deliveries of an assignment whose offsets may be committed.
+            finish: Called with deliveries whose offsets may be committed.
             left: Called with deliveries that have left the pipeline, including those that will be redelivered.
             fail: Called with a bug in the library, or an error that stops the service, rather than lose an event.
         """
@@ -98,9 +98,7 @@ class Pipeline:
     def put(self, deliveries: Sequence[Delivery]) -> None:
         """Handle each delivery when its lane is free."""
         self._context = copy_context()
-        if self._lanes.are_ordered:
-            deliveries = [delivery for delivery in deliveries if self._lanes.enter(delivery)]
-        self._ready.extend(deliveries)
+        self._ready.extend(self._lanes.enter(deliveries))
         self._schedule()
 
     @property
@@ -300,24 +298,21 @@ class Pipeline:
             self._leave((each,))
 
     def _ended(self, deliveries: Sequence[Delivery], may_commit: bool) -> None:
-        groups = by_assignment(deliveries)
         if may_commit:
-            for assignment, ended in groups.items():
-                self._finish(assignment, ended)
+            self._finish(deliveries)
         else:
             for delivery in deliveries:
                 delivery.is_abandoned = True
         Delivery.end_all(deliveries)
-        for assignment, ended in groups.items():
-            assignment.remove_running(*ended)
+        for delivery in deliveries:
+            delivery.assignment.remove_running(delivery)
         self._leave(deliveries)
 
     def _leave(self, deliveries: Sequence[Delivery]) -> None:
         """Report that deliveries have left the pipeline, and begin the turn of the next one of each lane."""
         self._left(*deliveries)
         if self._lanes.are_ordered:
-            successors = map(self._lanes.leave, deliveries)
-            self._take_turns([successor for successor in successors if successor is not None])
+            self._take_turns(self._lanes.leave(deliveries))
 
     def _take_turns(self, deliveries: Sequence[Delivery]) -> None:
         """Start deliveries whose turn has come.  In a loop, since one may end at once, and then the next one starts."""
@@ -325,26 +320,29 @@ class Pipeline:
         if self._is_starting or not self._turns:
             return
         self._is_starting = True
+        to_reserve: list[Reservable] = []
         try:
             while self._turns:
-                self._start(self._turns.popleft())
+                self._start(self._turns.popleft(), to_reserve)
         finally:
             self._is_starting = False
+        for item, _ in to_reserve:
+            self._slots.release()
+            self._make_ready(item)
         self._runners.start()
         self._schedule()
 
-    def _start(self, delivery: Delivery) -> None:
+    def _start(self, delivery: Delivery, to_reserve: list[Reservable]) -> None:
+        """Start a delivery whose turn has come; one that was not reserved ahead waits for a batch."""
+        prepared = self._ahead.find(delivery) if delivery.is_prepared else None
         if delivery.assignment.closed:
             self._drop(delivery)
-        elif delivery.is_prepared and not self._ahead.is_answered_at_turn(delivery):
-            pass  # it starts when its batch has ended
-        elif delivery.is_prepared and self._slots.free and not self._isolation.is_closed:
+        elif prepared is not None and prepared.answered_at is None:
+            prepared.has_turn = True  # it starts when its batch has ended
+        elif prepared is not None and self._slots.free and not self._isolation.is_closed:
             self._slots.free -= 1
             delivery.assignment.running.add(delivery)
-            prepared, to_reserve = self._ahead.take(delivery), list[Reservable]()
+            self._ahead.take(delivery)
             self._begin(delivery, prepared.decoded, prepared.items, to_reserve)
-            for item, _ in to_reserve:
-                self._slots.release()
-                self._make_ready(item)
         else:
             self._ready.append(delivery)

@@ -435,7 +435,7 @@ def offset_first() -> AbstractContextManager[Any]:
     original = Pipeline._begin
 
     def begin(self: Pipeline, delivery: Delivery, *arguments: Any) -> None:
-        self._finish(delivery.assignment, (delivery,))
+        self._finish((delivery,))
         original(self, delivery, *arguments)
 
     return _patched(Pipeline, "_begin", begin)

@@ -13,11 +13,11 @@ from tests.support.deliveries import assignment, delivery
 
 def turns(lanes: Lanes, deliveries: list[Delivery]) -> list[list[int]]:
     """Return the offsets that run concurrently, if each turn ends before the next starts."""
-    now = [each for each in deliveries if lanes.enter(each)]
+    now = lanes.enter(deliveries)
     found = []
     while now:
         found.append([each.record.offset for each in now])
-        now = [successor for each in now if (successor := lanes.leave(each)) is not None]
+        now = lanes.leave(now)
     return found
 
 
