@@ -76,7 +76,7 @@ class LookAhead:
             return None
         return decoded
 
-    def decode_successors(self, items: Iterable[WorkItem]) -> None:
+    def decode_successors(self, items: Sequence[WorkItem]) -> None:
         """Decode deliveries that wait for those of `items` in their lanes."""
         for item in items:
             lane = item.delivery.lane

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Final
@@ -38,7 +38,7 @@ class OutcomeRecorder:
         conclusions: Conclusions,
         more_to_come: Callable[[], bool],
         may_wait: Callable[[], bool],
-        meanwhile: Callable[[Iterable[WorkItem]], None] | None,
+        meanwhile: Callable[[Sequence[WorkItem]], None] | None,
     ) -> None:
         """
         Args:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Final
@@ -237,7 +237,7 @@ class Pipeline:
         if to_reserve or early:
             await self._reserver.reserve(to_reserve, early)
 
-    def _meanwhile(self, items: Iterable[WorkItem]) -> None:
+    def _meanwhile(self, items: Sequence[WorkItem]) -> None:
         """Decode deliveries that wait for those of `items`, as soon as the event loop waits for the store."""
         # In a copy: code of the application, such as validators, may set context variables.
         asyncio.get_running_loop().call_soon(self._ahead.decode_successors, items, context=self._context.copy())

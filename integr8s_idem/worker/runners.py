@@ -2,23 +2,25 @@
 
 A runner is a task that runs one item after another.  When a handler waits for something, another runner continues with
 the next item.  So a handler that never waits needs no task of its own, and as many run concurrently as there are slots.
+
+A runner without items stays for the next ones: starting a task for them takes longer than many handlers.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextvars import copy_context
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import Context, copy_context
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.engine.run import Returned, Run
 from integr8s_idem.engine.work import Executed
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.telemetry.log_fields import SOURCE
-from integr8s_idem.worker.assignments import AbandonedError, WorkItem
+from integr8s_idem.worker.assignments import AbandonedError, Delivery, WorkItem
 from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.outcome_recorder import OutcomeRecorder
@@ -28,6 +30,12 @@ from integr8s_idem.worker.task_contexts import rest_in_context
 
 TURN: Final = 50
 """Items that a runner handles before it yields to the event loop."""
+
+MOST_IDLE: Final = 100
+"""Runners that stay without items."""
+
+_Waiting: TypeAlias = tuple[Delivery, Context, Coroutine[Any, Any, None], object]
+"""A delivery whose handler waits, the context of the handler, its coroutine, and what it waits for."""
 
 
 class Runners:
@@ -39,7 +47,7 @@ class Runners:
         tasks: PipelineTasks,
         conclusions: Conclusions,
         may_wait: Callable[[], bool],
-        meanwhile: Callable[[Iterable[WorkItem]], None] | None,
+        meanwhile: Callable[[Sequence[WorkItem]], None] | None,
     ) -> None:
         """`may_wait` and `meanwhile`: see `OutcomeRecorder`."""
         self._slots = processor.slots
@@ -60,17 +68,26 @@ class Runners:
         self._last = 0
         """Number of the last runner."""
         self._current: int | None = None
-        """The runner that takes the next item; the others wait for handlers that they have started."""
+        """The runner that takes the next item; the others wait for handlers that they have started, or are idle."""
+        self._idle: dict[int, asyncio.Future[None]] = {}
+        """Runners without items, and the futures that resume them."""
         self._pace = pace_of(asyncio.get_running_loop())
         self._context = copy_context()
         """Context of the runners; each handler runs in the context of its delivery."""
 
     def start(self) -> None:
-        """Start a runner if there are items to run and no runner takes them."""
-        if self._runnable and self._current is None and not self._isolation.is_closed:
-            self._last += 1
-            self._current = number = self._last
-            self._tasks.begin(self._runner(number), self._context, partial(self._ended, number))
+        """Resume or start a runner if there are items to run and no runner takes them."""
+        if not self._runnable or self._current is not None or self._isolation.is_closed:
+            return
+        while self._idle:
+            number, resumed = self._idle.popitem()
+            if not resumed.done():  # its task has not been cancelled
+                self._current = number
+                resumed.set_result(None)
+                return
+        self._last += 1
+        self._current = number = self._last
+        self._tasks.begin(self._runner(number), self._context, partial(self._ended, number))
 
     def release(self, *, only_closed: bool) -> None:
         """Release items that no runner has taken; with `only_closed`, only those of closed assignments."""
@@ -90,33 +107,14 @@ class Runners:
         self.start()
 
     async def _runner(self, number: int) -> None:
-        done, task = 0, asyncio.current_task()
+        task = asyncio.current_task()
         assert task is not None, "runners are tasks"
         try:
-            while self._runnable and self._current in (None, number) and not self._isolation.is_closed:
+            while await self._has_turn(number):
                 self._current = number
-                if done == TURN:
-                    self._end_items()
-                    await asyncio.sleep(0)
-                    done = 0
-                    continue
-                if self._pace.is_turn_over():
-                    # Let leases be renewed, even if no handler awaits anything.
-                    self._end_items()
-                    await self._pace.wait()
-                    done = 0
-                    if not self._runnable or self._isolation.is_closed:
-                        break
-                item = self._runnable.popleft()
-                work, delivery = self._run(item), item.delivery
-                context = delivery.context.copy()
-                try:
-                    waiting_for = context.run(work.send, None)
-                except StopIteration:
-                    done += 1
-                    if task.cancelling():
-                        break  # by the handler; otherwise the next one would be cancelled when it waits
-                else:
+                waiting = self._run_items(task)
+                if waiting is not None:
+                    delivery, context, work, waiting_for = waiting
                     self._current = None
                     self._end_items()
                     self.start()
@@ -127,9 +125,58 @@ class Runners:
                     finally:
                         delivery.remove_task(task)
                         self._isolation.leave()
-                    done = 0
+                    del waiting, delivery, context, work, waiting_for  # an idle runner must not keep them in memory
+                elif task.cancelling():
+                    break  # by the handler; otherwise the next one would be cancelled when it waits
+                elif self._runnable and not self._pace.is_turn_over():
+                    self._end_items()
+                    await asyncio.sleep(0)
         finally:
             self._end_items()
+
+    def _run_items(self, task: asyncio.Task[None]) -> _Waiting | None:
+        """Run items until a handler waits for something, or until others have to run."""
+        for _ in range(TURN):
+            item = self._runnable.popleft()
+            work, delivery = self._run(item), item.delivery
+            context = delivery.context.copy()
+            try:
+                return delivery, context, work, context.run(work.send, None)
+            except StopIteration:
+                if task.cancelling() or not self._runnable or self._isolation.is_closed or self._pace.is_turn_over():
+                    break
+        return None
+
+    async def _has_turn(self, number: int) -> bool:
+        """Wait until a runner may run items; `False` if it is not needed for them."""
+        self._end_items()
+        while True:
+            while not self._may_run(number):
+                if not await self._is_resumed(number):
+                    return False
+            if not self._pace.is_turn_over():
+                return True
+            self._current = number
+            # Let leases be renewed, even if no handler awaits anything.
+            await self._pace.wait()
+            if self._may_run(number):
+                return True
+
+    def _may_run(self, number: int) -> bool:
+        return bool(self._runnable) and self._current in (None, number) and not self._isolation.is_closed
+
+    async def _is_resumed(self, number: int) -> bool:
+        """Stay without items until there are some; `False` if others stay."""
+        if self._current == number:
+            self._current = None
+        if len(self._idle) >= MOST_IDLE:
+            return False
+        self._idle[number] = resumed = asyncio.get_running_loop().create_future()
+        try:
+            await resumed
+        finally:
+            self._idle.pop(number, None)
+        return True
 
     def _end_items(self) -> None:
         """End the items that have run since the runner waited, before it waits again: nobody could see it earlier."""

@@ -104,7 +104,7 @@ def unfinished(worker: ServiceWorker) -> dict[str, object]:
     pipeline, backpressure = worker._pipeline, worker._backpressure
     runners = pipeline._runners
     state = {
-        "tasks": [task for task in pipeline.tasks if not task.done()],
+        "tasks": len([task for task in pipeline.tasks if not task.done()]) - len(runners._idle),
         "ready": list(pipeline._ready),
         "runnable": list(runners._runnable),
         "returned": list(runners._recorder._returned),
