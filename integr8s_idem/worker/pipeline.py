@@ -326,9 +326,9 @@ class Pipeline:
                 self._start(self._turns.popleft(), to_reserve)
         finally:
             self._is_starting = False
-        for item, _ in to_reserve:
-            self._slots.release()
-            self._make_ready(item)
+            for item, _ in to_reserve:
+                self._slots.release()
+                self._make_ready(item)
         self._runners.start()
         self._schedule()
 
