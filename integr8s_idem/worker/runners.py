@@ -126,11 +126,11 @@ class Runners:
                         delivery.remove_task(task)
                         self._isolation.leave()
                     del waiting, delivery, context, work, waiting_for  # an idle runner must not keep them in memory
-                elif task.cancelling():
-                    break  # by the handler; otherwise the next one would be cancelled when it waits
-                elif self._runnable and not self._pace.is_turn_over():
+                elif self._runnable and not task.cancelling() and not self._pace.is_turn_over():
                     self._end_items()
                     await asyncio.sleep(0)
+                if task.cancelling():
+                    break  # by the handler: the next one would be cancelled when it waits, or see that its task was
         finally:
             self._end_items()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -86,3 +87,22 @@ async def test_events_are_handled_if_idle_runners_are_cancelled_when_they_become
 
     assert cancelled
     assert depot.done == list(range(10))
+
+
+@virtual_time
+async def test_a_cancellation_that_a_handler_ignores_is_not_seen_by_the_next_one() -> None:
+    broker, pending = sent(2), list[int]()
+
+    async def handle(event: ParcelSent) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        pending.append(task.cancelling())
+        if event.number == 0:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1)
+
+    async with running(dispatcher_of(handle, guarded()), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert pending == [0, 0]
