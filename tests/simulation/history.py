@@ -185,9 +185,13 @@ class History:
             self.violate("Q", f"{run.work} runs after its effect, and its reconcile function was not asked")
 
     def _check_due(self, run: Run) -> None:
-        """Check B: no attempt of a scheduled work begins before it is due, unless the record was lost meanwhile."""
+        """Check B: no attempt of a scheduled work begins before it is due.
+
+        Unless its record was lost since it was scheduled, or since the attempt was reserved: then another one may have
+        been reserved, and scheduled, in between.
+        """
         due_at, excuses = self.truth.due.get(run.key, (None, 0))
-        if due_at is not None and self.store_time() < due_at and self.truth.excuses(run.key) == excuses:
+        if due_at is not None and self.store_time() < due_at and self.truth.excuses(run.key) == excuses == run.excuses:
             self.violate("B", f"{run.work} begins before it is due")
 
     def has_effect(self, attempt: Attempt) -> bool:
