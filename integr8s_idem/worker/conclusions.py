@@ -14,7 +14,7 @@ from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.engine.run import Run
 from integr8s_idem.engine.work import Discarded, Executed, HandlerFailed, NotStarted, Outcome
 from integr8s_idem.errors import HandlerCancelledError, LeaseLostError, ServiceStoppedError, StoreError
-from integr8s_idem.failures import FailureAction, FailureRule
+from integr8s_idem.failures import FailureAction
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.handlers.reconciliation import ReconcilingExecution
 from integr8s_idem.records import Completed, InProgress, Scheduled
@@ -60,14 +60,16 @@ class Conclusions:
         """Places of the items whose handlers are limited by a field; `None` if no handler is."""
         self._waiting: Waiting[WorkItem] = Waiting(reschedule, self.abandon)
 
-    def conclude(self, item: WorkItem, outcome: Outcome[Any] | NotStarted) -> None:
-        """Process the outcome of an attempt."""
+    def conclude(self, item: WorkItem, outcome: FirstOutcome) -> None:
+        """Process the outcome of an attempt, or a suspect that was reserved."""
         processor, execution = self._processor, item.execution
         match outcome:
             case Executed():
                 self.succeeded([(item, outcome.attempt)])
             case Completed():
                 self.duplicate(item)
+            case Run():
+                self.isolate(item, outcome)
             case NotStarted():
                 self._leave_limit(item)
                 self._reschedule(item)
@@ -79,17 +81,23 @@ class Conclusions:
             case Discarded():
                 processor.note_discarded(execution, outcome)
                 self._settle(item, DeliveryOutcome.DISCARDED, outcome.attempt)
-            case HandlerFailed(given_up=False, rule=FailureRule(action=FailureAction.STOP)):
-                self._stop(item, outcome)
-            case HandlerFailed(given_up=False, due_in=timedelta() as due_in) if processor.retries is not None:
-                item.delivery.note_failure(outcome.error, outcome.attempt)
-                processor.note_retry(execution, outcome, due_in.total_seconds())
-                self._retry_later(item, processor.retries, outcome.attempt, due_in)
             case HandlerFailed(given_up=False):
-                item.delivery.note_failure(outcome.error, outcome.attempt)
-                self._wait(item, processor.retry_pause(execution, outcome))
+                self._failed(item, outcome)
             case _:
                 self._dead_letter_item(item, outcome)
+
+    def _failed(self, item: WorkItem, failed: HandlerFailed) -> None:
+        """Process an attempt that has failed, and is not the last one."""
+        processor, execution = self._processor, item.execution
+        if failed.rule is not None and failed.rule.action is FailureAction.STOP:
+            self._stop(item, failed)
+            return
+        item.delivery.note_failure(failed.error, failed.attempt)
+        if processor.retries is not None and failed.due_in is not None:
+            processor.note_retry(execution, failed, failed.due_in.total_seconds())
+            self._retry_later(item, processor.retries, failed.attempt, failed.due_in)
+        else:
+            self._wait(item, processor.retry_pause(execution, failed))
 
     def succeeded(self, items: Sequence[tuple[WorkItem, int]]) -> None:
         """End items whose handlers have succeeded, each with the number of its attempt, and count them."""
@@ -155,7 +163,10 @@ class Conclusions:
         self._processor.observer.count(Signal.HANDLER_FAILED, item.execution.event.event_type)
         item.delivery.note_failure(error)
         with logging_with(item):
-            logger.warning("%s: its handler has cancelled its own task, retrying", item.execution.label)
+            logger.warning(
+                "%s: its handler, or a timer that an earlier one left in the same task, has cancelled it, retrying",
+                item.execution.label,
+            )
         self._wait(item, self._processor.backoff.pause(failures))
 
     def _stop(self, item: WorkItem, failed: HandlerFailed) -> None:
@@ -255,10 +266,7 @@ class Conclusions:
             except Exception as error:  # noqa: BLE001  # `raised` handles all errors of an item
                 self.raised(item, error)
                 return
-            if isinstance(outcome, Run):
-                self.isolate(item, outcome)
-            else:
-                self.conclude(item, outcome)
+            self.conclude(item, outcome)
 
         def ended(task: asyncio.Task[None]) -> None:
             if run is not None and not run.is_over:

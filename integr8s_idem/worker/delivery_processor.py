@@ -88,7 +88,7 @@ class DeliveryProcessor:
     publisher: EventPublisher
     circuit: StoreCircuit
     slots: Slots
-    """Limit handlers that run concurrently; waiting deliveries hold none."""
+    """Limit handlers that wait for something concurrently; deliveries that have not started hold none."""
     backoff: Backoff
     dead_letter_suffix: str
     observer: Observer

@@ -20,9 +20,9 @@ MOST_TURNS: Final = 5
 """Iterations of the event loop for which outcomes wait for others, while more handlers are about to run."""
 
 LONGEST_WAIT: Final = 0.003
-"""Seconds for which outcomes wait for others, while few slots are free.  Handlers that wait for something end
-one by one, and each would cause a request.  No slot waits for the outcomes, nor does a delivery that is known when the
-wait begins."""
+"""Seconds for which outcomes wait for others, while deliveries wait for handlers.  Handlers that wait for something
+end one by one, and each would cause a request.  No slot waits for the outcomes, nor does a delivery that is known when
+the wait begins."""
 
 ENOUGH: Final = 64
 """Outcomes that do not wait for others."""
@@ -43,7 +43,7 @@ class OutcomeRecorder:
         """
         Args:
             more_to_come: Whether handlers are about to run that may return at once.
-            may_wait: Whether deliveries wait for slots, so that more handlers will end soon, and none for an outcome.
+            may_wait: Whether more handlers will end soon, and no delivery waits for an outcome.
             meanwhile: Called with the items of each request, to schedule work for the time until the store answers.
         """
         self._meanwhile = meanwhile

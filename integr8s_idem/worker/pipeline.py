@@ -7,9 +7,9 @@
              └── waiting for a retry, another run, ◄──┼────► dead-lettered ─► done
                  or the store                         └────► isolated: runs alone
 
-A batch consists of the deliveries that are ready when slots are free, and of those that wait for them in their lanes
-(`look_ahead`).  While one batch waits for the store, the next is decoded.  A work item is one handler's work on a
-delivery.  A delivery is done when all its items are done.
+A batch consists of deliveries that are ready, and of those that wait for them in their lanes (`look_ahead`).  It is
+reserved when slots are free, and for fast handlers before that (`slot_horizon`).  While one batch waits for the store,
+the next is decoded.  A work item is one handler's work on a delivery.  A delivery is done when all its items are done.
 
 `reserver` reserves the items of a batch, `runners` runs the handlers, `outcome_recorder` records what they return, and
 `conclusions` processes the outcomes.
@@ -37,14 +37,14 @@ from integr8s_idem.worker.look_ahead import LookAhead, Reservable
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 from integr8s_idem.worker.reserver import Reserver
 from integr8s_idem.worker.runners import Runners
+from integr8s_idem.worker.slot_horizon import horizon_for
 from integr8s_idem.worker.value_limits import ValueLimits
 
 MOST_BATCHES: Final = 2
 """Maximum concurrent batches: one waits for the store while the next is decoded."""
 
-LONGEST_WAIT: Final = 0.001
-"""Seconds that a batch waits for free slots while few are free, so that its round trip serves several handlers.  It is
-short compared with handlers that would otherwise keep the slots busy (decision 42)."""
+SEVERAL: Final = 4
+"""So many handlers that wait for something are expected to end one after another, within a moment."""
 
 
 class Pipeline:
@@ -71,7 +71,7 @@ class Pipeline:
         self._slots = processor.slots
         self._isolation = processor.isolation
         self._isolation.when_opened.append(self._resume)
-        self._slots.on_free(self._schedule)
+        self._slots.on_free(self._resume)
         self._lanes = Lanes(ordering)
         self._finish = finish
         self._left = left
@@ -82,16 +82,27 @@ class Pipeline:
         self._limits = ValueLimits() if any(each.limit is not None for each in handlers) else None
         self._conclusions.limits = self._limits
         meanwhile = self._meanwhile if self._lanes.are_ordered else None
-        self._runners = Runners(processor, self._tasks, self._conclusions, self._may_outcomes_wait, meanwhile)
-        self._reserver = Reserver(processor, self._options, self._ahead, self._runners, self._conclusions)
+        self._horizon = horizon_for(processor)
+        self._runners = Runners(
+            processor,
+            self._tasks,
+            self._conclusions,
+            self._may_outcomes_wait,
+            meanwhile,
+            horizon=self._horizon,
+            taken=self._schedule,
+        )
+        self._reserver = Reserver(
+            processor, self._options, self._ahead, self._runners, self._conclusions, self._horizon
+        )
         self._ready: deque[Delivery | WorkItem] = deque()
         self._turns: deque[Delivery] = deque()
         """Deliveries whose turn has come, while an earlier one is being started."""
         self._is_starting = False
         self._batches = 0
+        self._in_batches = 0
+        """Deliveries and items in these batches."""
         self._is_scheduled = False
-        self._waiting: asyncio.TimerHandle | None = None
-        """Begins the batch that waits for slots."""
         self._context = copy_context()
         """Context that handlers inherit from the service, without changes by earlier handlers."""
 
@@ -133,29 +144,23 @@ class Pipeline:
 
     def _schedule(self) -> None:
         """Start a batch in the next iteration of the event loop, so that it includes all deliveries of this one."""
-        if not self._ready or not self._slots.free or self._is_scheduled or self._batches >= MOST_BATCHES:
+        if not self._ready or self._is_scheduled or self._batches >= MOST_BATCHES or not self._room():
             return
-        if self._slots.are_few(len(self._ready)):
-            if self._waiting is None:
-                loop = asyncio.get_running_loop()
-                self._waiting = loop.call_later(LONGEST_WAIT, self._stop_waiting, context=self._context)
-            return
-        if self._waiting is not None:  # only one of the two may begin a batch
-            self._waiting.cancel()
-            self._waiting = None
         self._is_scheduled = True
         asyncio.get_running_loop().call_soon(self._begin_batch, context=self._context)
 
-    def _may_outcomes_wait(self) -> bool:
-        return not (self._isolation.is_closed or self.waiting_for_limits) and self._slots.are_few(len(self._ready))
+    def _room(self) -> int:
+        """Return how many deliveries the next batch may take; 0 while many of those before it have not started."""
+        most = self._slots.free + self._horizon.size
+        waiting = self._in_batches + len(self._runners)
+        return most - waiting if waiting <= most // 2 else 0
 
-    def _stop_waiting(self) -> None:
-        self._waiting = None
-        if not self._batches:  # otherwise, the next one waits again when that has ended
-            self._begin_batch()
+    def _may_outcomes_wait(self) -> bool:
+        is_busy = (self._ready or len(self._runners)) and self._slots.number - self._slots.free >= SEVERAL
+        return bool(is_busy) and not (self._isolation.is_closed or self.waiting_for_limits)
 
     def _resume(self) -> None:
-        """Continue after the isolation gate has opened."""
+        """Continue when a slot is free, or when the isolation gate has opened."""
         self._runners.start()
         self._schedule()
 
@@ -173,34 +178,35 @@ class Pipeline:
             return  # leases of a batch reserved now would lapse if the suspect crashes the process
         taken: deque[Delivery | WorkItem] = deque()
         ahead: list[Delivery] = []
-        ready, slots = self._ready, self._slots
-        while ready and len(taken) + len(ahead) < MOST_TOGETHER:
+        ready, room = self._ready, min(self._room(), MOST_TOGETHER)
+        now = asyncio.get_running_loop().time()
+        while ready and len(taken) < room and len(taken) + len(ahead) < MOST_TOGETHER:
             first = ready[0]
             delivery = first if isinstance(first, Delivery) else first.delivery
             if delivery.assignment.closed:
                 self._drop(ready.popleft())
-            elif slots.free:
-                slots.free -= 1
+            else:
                 taken.append(ready.popleft())
                 if delivery is first:
                     delivery.assignment.running.add(delivery)
                     lane = delivery.lane
-                    if lane is not None and lane.waiting and not delivery.is_prepared:
-                        ahead += lane.take_ahead(asyncio.get_running_loop().time())
-            else:
-                break
+                    if lane is not None and lane.waiting:
+                        ahead += lane.take_ahead(now)
         if taken:
             self._batches += 1
-            self._tasks.begin(self._batch(taken, ahead), self._context, partial(self._batch_ended, taken, ahead))
+            size = len(taken)
+            self._in_batches += size
+            self._horizon.note(size, now)
+            self._tasks.begin(self._batch(taken, ahead), self._context, partial(self._batch_ended, taken, ahead, size))
             self._schedule()
 
     def _batch_ended(
-        self, taken: deque[Delivery | WorkItem], ahead: Sequence[Delivery], task: asyncio.Task[None]
+        self, taken: deque[Delivery | WorkItem], ahead: Sequence[Delivery], size: int, task: asyncio.Task[None]
     ) -> None:
         self._batches -= 1
+        self._in_batches -= size
         self._tasks.has_succeeded(task)
         while taken:  # the task was cancelled before it reached them
-            self._slots.release()
             each = taken.popleft()
             if isinstance(each, WorkItem):
                 self._conclusions.abandon(each)
@@ -223,14 +229,10 @@ class Pipeline:
             if isinstance(each, WorkItem):
                 due.append(each.execution)
                 self._prepare(each, to_reserve)
-            elif each.is_prepared:
-                prepared = self._ahead.take(each)
-                self._begin(each, prepared.decoded, prepared.items, to_reserve)
             elif (decoded := self._ahead.decode(each, self._context)) is not None:
                 due += decoded.executions
                 self._begin(each, decoded, (), to_reserve)
             else:
-                self._slots.release()
                 self._ended((each,), may_commit=False)
         self._runners.start()
         early = self._ahead.reservable(ahead, due)[: MOST_TOGETHER - len(to_reserve)] if ahead else []
@@ -245,44 +247,38 @@ class Pipeline:
     def _begin(
         self, delivery: Delivery, decoded: Decoded, items: Sequence[WorkItem], to_reserve: list[Reservable]
     ) -> None:
-        """Begin the turn of a delivery that holds one slot.  `items`: those that were created before its turn."""
+        """Begin the turn of a delivery.  `items`: those that were created before its turn."""
         if decoded.dead_letter is not None:
-            self._slots.release()
             self._conclusions.dead_letter(delivery, decoded.dead_letter)
         elif isinstance(decoded, UnverifiedReplay):
-            self._slots.release()
             self._conclusions.verify(delivery, decoded)
         else:
             items = items or delivery.begin_items(decoded.executions)
             if not items:
-                self._slots.release()
                 self._ended((delivery,), may_commit=True)
-                return
-            # The first item uses the slot of the delivery; the others acquire their own.
-            if len(items) > 1:
-                self._ready.extendleft(reversed(items[1:]))
-            self._prepare(items[0], to_reserve)
+            for item in items:
+                if len(to_reserve) < MOST_TOGETHER:
+                    self._prepare(item, to_reserve)
+                else:
+                    self._ready.appendleft(item)  # for the next batch
 
     def _prepare(self, item: WorkItem, to_reserve: list[Reservable]) -> None:
-        """Reserve an item that holds a slot, run it, or let it wait."""
+        """Reserve an item, run it, or let it wait."""
         execution = item.execution
         if not self._circuit.is_available:
-            self._slots.release()
             self._conclusions.wait_for_store(item)
+        elif self._limits is not None and (turn := self._limits.take(item)) is not None:
+            self._conclusions.wait_for_limit(item, turn)
         elif item.run is not None:
             self._reserver.start(item, item.run)
         elif item.answer is not None and isinstance(execution, GuardedExecution):
             self._reserver.decline(item, execution, item.answer)
-        elif self._limits is not None and (turn := self._limits.take(item)) is not None:
-            self._slots.release()
-            self._conclusions.wait_for_limit(item, turn)
         elif not isinstance(execution, GuardedExecution) or execution.handler.outbox is not None:
             if isinstance(execution, ObservedExecution):
                 record = item.delivery.record
                 execution.place = Place(record.topic, record.partition, record.offset)
             self._runners.add(item)  # reserves its key itself, as a batch of one
         elif execution.executor.cache is not None and (known := execution.known_here()) is not None:
-            self._slots.release()
             self._conclusions.known_duplicate(item, known)
         else:
             to_reserve.append((item, execution))
@@ -327,7 +323,6 @@ class Pipeline:
         finally:
             self._is_starting = False
             for item, _ in to_reserve:
-                self._slots.release()
                 self._make_ready(item)
         self._runners.start()
         self._schedule()
@@ -339,8 +334,7 @@ class Pipeline:
             self._drop(delivery)
         elif prepared is not None and prepared.answered_at is None:
             prepared.has_turn = True  # it starts when its batch has ended
-        elif prepared is not None and self._slots.free and not self._isolation.is_closed:
-            self._slots.free -= 1
+        elif prepared is not None:
             delivery.assignment.running.add(delivery)
             self._ahead.take(delivery)
             self._begin(delivery, prepared.decoded, prepared.items, to_reserve)

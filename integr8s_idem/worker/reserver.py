@@ -15,6 +15,7 @@ from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.look_ahead import LookAhead, Reservable
 from integr8s_idem.worker.runners import Runners
+from integr8s_idem.worker.slot_horizon import SlotHorizon
 
 
 class Reserver:
@@ -27,16 +28,17 @@ class Reserver:
         ahead: LookAhead,
         runners: Runners,
         conclusions: Conclusions,
+        horizon: SlotHorizon,
     ) -> None:
         self._processor = processor
-        self._slots = processor.slots
         self._options = options
         self._ahead = ahead
         self._runners = runners
         self._conclusions = conclusions
+        self._horizon = horizon
 
     async def reserve(self, due: Sequence[Reservable], ahead: Sequence[Reservable]) -> None:
-        """Reserve items whose turn it is, which hold slots, and items that wait for their turn.
+        """Reserve items whose turn it is, and items that wait for their turn in their lanes.
 
         Of two items with the same key, the first gets it.
         """
@@ -49,11 +51,9 @@ class Reserver:
                 self._unreserved(item, execution.work, error)
         except Exception as error:  # noqa: BLE001  # the service is stopped with it
             for item, _ in due:
-                self._slots.release()
                 self._conclusions.broken(item, error)
         except BaseException:
             for item, _ in due:
-                self._slots.release()
                 self._conclusions.abandon(item)
             raise
         else:
@@ -78,11 +78,12 @@ class Reserver:
         item.run = None
         reserved = None if run.lease is None else run.lease.reservation
         if reserved is not None and (reserved.lapsed or reserved.previous is Previous.LAPSED):
-            if reserved.previous is Previous.LAPSED and (lane := item.delivery.lane) is not None:
-                lane.slow_down()
+            if reserved.previous is Previous.LAPSED:
+                self._horizon.slow_down()
+                if (lane := item.delivery.lane) is not None:
+                    lane.slow_down()
             # An event that crashes its worker in every other attempt and fails in the others is a suspect, too.
             if self._is_held_back(item, run):
-                self._slots.release()
                 return
         item.run = run
         self._runners.add(item)
@@ -103,7 +104,6 @@ class Reserver:
         if isinstance(opened, Run):
             self.start(item, opened)
         else:
-            self._slots.release()
             self._conclusions.conclude(item, opened)
 
     def _unreserved(self, item: WorkItem, work: Work, error: StoreError) -> None:
@@ -113,5 +113,4 @@ class Reserver:
         if item.run is not None:
             self._runners.add(item)
         else:
-            self._slots.release()
             self._conclusions.raised(item, error)

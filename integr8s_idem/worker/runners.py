@@ -3,7 +3,7 @@
 A runner is a task that runs one item after another.  When a handler waits for something, another runner continues with
 the next item.  So a handler that never waits needs no task of its own, and as many run concurrently as there are slots.
 
-A runner without items stays for the next ones: starting a task for them takes longer than many handlers.
+A runner without items stays a moment for the next ones: starting a task for them takes longer than many handlers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.engine.run import Returned, Run
-from integr8s_idem.engine.work import Executed
+from integr8s_idem.engine.work import Executed, NotStarted
 from integr8s_idem.handlers.handler import GuardedExecution
 from integr8s_idem.telemetry.log_fields import SOURCE
 from integr8s_idem.worker.assignments import AbandonedError, Delivery, WorkItem
@@ -26,6 +26,7 @@ from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.outcome_recorder import OutcomeRecorder
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 from integr8s_idem.worker.poison_events import FirstOutcome
+from integr8s_idem.worker.slot_horizon import SlotHorizon
 from integr8s_idem.worker.task_contexts import rest_in_context
 
 TURN: Final = 50
@@ -33,6 +34,12 @@ TURN: Final = 50
 
 MOST_IDLE: Final = 100
 """Runners that stay without items."""
+
+LONGEST_HOLD: Final = 0.5
+"""Seconds after which the key of an item that waits for a slot is released, and at most twice as long.
+
+Runners that are idle after this time end, too, so that they do not keep for long what handlers have attached to their
+task, such as callbacks and timers that would cancel it."""
 
 _Waiting: TypeAlias = tuple[Delivery, Context, Coroutine[Any, Any, None], object]
 """A delivery whose handler waits, the context of the handler, its coroutine, and what it waits for."""
@@ -48,20 +55,31 @@ class Runners:
         conclusions: Conclusions,
         may_wait: Callable[[], bool],
         meanwhile: Callable[[Sequence[WorkItem]], None] | None,
+        horizon: SlotHorizon,
+        taken: Callable[[], None],
     ) -> None:
-        """`may_wait` and `meanwhile`: see `OutcomeRecorder`."""
+        """
+        Args:
+            may_wait, meanwhile: See `OutcomeRecorder`.
+            horizon: Limits how many items with reserved keys are added while no slot is free.
+            taken: Called when items have been taken, so that others can be added.
+        """
         self._slots = processor.slots
         self._isolation = processor.isolation
         self._circuit = processor.circuit
         self._tasks = tasks
         self._conclusions = conclusions
         self._runnable: deque[WorkItem] = deque()
-        self.add: Final = self._runnable.append
-        """Add an item, to run when `start` is called or a runner is free."""
+        self._added = 0
+        """Items that were ever added."""
+        self._added_before = 0
+        """As of the last call of `_release_old`."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Calls `_release_old`, while items or runners wait."""
+        self._horizon = horizon
+        self._taken = taken
         self._succeeded: list[tuple[WorkItem, int]] = []
         """Items whose handlers have succeeded since the runner waited, and the numbers of their attempts."""
-        self._freed = 0
-        """Slots of items that have ended since the runner waited."""
         self._recorder = OutcomeRecorder(
             processor, tasks, conclusions, lambda: bool(self._runnable), may_wait, meanwhile
         )
@@ -69,21 +87,39 @@ class Runners:
         """Number of the last runner."""
         self._current: int | None = None
         """The runner that takes the next item; the others wait for handlers that they have started, or are idle."""
-        self._idle: dict[int, asyncio.Future[None]] = {}
-        """Runners without items, and the futures that resume them."""
+        self._oldest = 1
+        """Number of the first runner that still stays when it has no items."""
+        self._idle: dict[int, asyncio.Future[bool]] = {}
+        """Runners without items, and the futures that resume them: whether there are items, or they end."""
         self._pace = pace_of(asyncio.get_running_loop())
         self._context = copy_context()
         """Context of the runners; each handler runs in the context of its delivery."""
 
+    def add(self, item: WorkItem) -> None:
+        """Add an item, to run when `start` is called or a runner is free, and when a slot is."""
+        if item.delivery.assignment.closed:
+            self._conclusions.abandon(item)  # it might wait for a slot as long as others hang
+            return
+        self._added += 1
+        self._runnable.append(item)
+
+    def __len__(self) -> int:
+        """Number of items that no runner has taken."""
+        return len(self._runnable)
+
     def start(self) -> None:
         """Resume or start a runner if there are items to run and no runner takes them."""
-        if not self._runnable or self._current is not None or self._isolation.is_closed:
+        if not self._runnable:
+            return
+        if self._timer is None:
+            self._set_timer()
+        if self._current is not None or not self._slots.free or self._isolation.is_closed:
             return
         while self._idle:
             number, resumed = self._idle.popitem()
             if not resumed.done():  # its task has not been cancelled
                 self._current = number
-                resumed.set_result(None)
+                resumed.set_result(True)
                 return
         self._last += 1
         self._current = number = self._last
@@ -97,8 +133,32 @@ class Runners:
             if only_closed and not item.delivery.assignment.closed:
                 self._runnable.append(item)
                 continue
-            self._slots.release()
             self._conclusions.abandon(item)
+
+    def _set_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(LONGEST_HOLD, self._release_old)
+
+    def _release_old(self) -> None:
+        """End the runners that were idle or busy for long, and release the keys of items that have waited for long."""
+        self._timer = None
+        self._oldest = self._last + 1
+        for resumed in self._idle.values():
+            if not resumed.done():
+                resumed.set_result(False)
+        taken = self._added - len(self._runnable)
+        waited = [self._runnable.popleft() for _ in range(self._added_before - taken)]
+        self._added_before = self._added
+        kept = []
+        for item in waited:
+            if item.run is None or item.run.lease is None:
+                kept.append(item)
+            else:
+                self._horizon.slow_down()
+                item.release()
+                self._conclusions.conclude(item, NotStarted())
+        self._runnable.extendleft(reversed(kept))
+        if self._runnable and self._timer is None:
+            self._set_timer()
 
     def _ended(self, runner: int, task: asyncio.Task[None]) -> None:
         if self._current == runner:
@@ -110,11 +170,12 @@ class Runners:
         task = asyncio.current_task()
         assert task is not None, "runners are tasks"
         try:
-            while await self._has_turn(number):
+            while await self._wait_for_turn(number):
                 self._current = number
                 waiting = self._run_items(task)
                 if waiting is not None:
                     delivery, context, work, waiting_for = waiting
+                    self._slots.free -= 1  # only now: nobody can see a handler that does not wait
                     self._current = None
                     self._end_items()
                     self.start()
@@ -125,17 +186,24 @@ class Runners:
                     finally:
                         delivery.remove_task(task)
                         self._isolation.leave()
+                        if self._current is None:
+                            self._current = number  # rather than another one, which would have to be resumed
+                        self._slots.release()
+                    is_closed = delivery.assignment.closed
                     del waiting, delivery, context, work, waiting_for  # an idle runner must not keep them in memory
-                elif self._runnable and not task.cancelling() and not self._pace.is_turn_over():
-                    self._end_items()
-                    await asyncio.sleep(0)
+                    if is_closed:
+                        break  # the worker waits for this task, even if the handler has withdrawn its cancellation
+                elif not task.cancelling():
+                    self._end_items()  # in a lane, the next ones are added
+                    if self._runnable and not self._pace.is_turn_over():
+                        await asyncio.sleep(0)
                 if task.cancelling():
                     break  # by the handler: the next one would be cancelled when it waits, or see that its task was
         finally:
             self._end_items()
 
     def _run_items(self, task: asyncio.Task[None]) -> _Waiting | None:
-        """Run items until a handler waits for something, or until others have to run."""
+        """Run items until a handler waits for something, none are left, or others have to run."""
         for _ in range(TURN):
             item = self._runnable.popleft()
             work, delivery = self._run(item), item.delivery
@@ -147,12 +215,12 @@ class Runners:
                     break
         return None
 
-    async def _has_turn(self, number: int) -> bool:
+    async def _wait_for_turn(self, number: int) -> bool:
         """Wait until a runner may run items; `False` if it is not needed for them."""
         self._end_items()
         while True:
             while not self._may_run(number):
-                if not await self._is_resumed(number):
+                if not await self._stay(number):
                     return False
             if not self._pace.is_turn_over():
                 return True
@@ -163,29 +231,35 @@ class Runners:
                 return True
 
     def _may_run(self, number: int) -> bool:
-        return bool(self._runnable) and self._current in (None, number) and not self._isolation.is_closed
+        return (
+            bool(self._runnable)
+            and self._current in (None, number)
+            and self._slots.free > 0
+            and not self._isolation.is_closed
+        )
 
-    async def _is_resumed(self, number: int) -> bool:
-        """Stay without items until there are some; `False` if others stay."""
+    async def _stay(self, number: int) -> bool:
+        """Stay without items until there are some; `False` if the runner is not needed any more."""
         if self._current == number:
             self._current = None
-        if len(self._idle) >= MOST_IDLE:
+        if number < self._oldest or len(self._idle) >= MOST_IDLE:
             return False
+        if self._timer is None:
+            self._set_timer()
         self._idle[number] = resumed = asyncio.get_running_loop().create_future()
         try:
             await resumed
         finally:
             self._idle.pop(number, None)
-        return True
+        is_needed: bool = resumed.result()
+        return is_needed
 
     def _end_items(self) -> None:
         """End the items that have run since the runner waited, before it waits again: nobody could see it earlier."""
         if self._succeeded:
             succeeded, self._succeeded = self._succeeded, []
             self._conclusions.succeeded(succeeded)
-        if self._freed:
-            freed, self._freed = self._freed, 0
-            self._slots.release(freed)
+        self._taken()
 
     async def _run(self, item: WorkItem) -> None:
         """Run an item's handler and process what it returned, in the context of its delivery."""
@@ -194,6 +268,9 @@ class Runners:
         try:
             if item.delivery.assignment.closed:
                 raise AbandonedError
+            if not self._circuit.is_available:
+                conclusions.wait_for_store(item)
+                return
             outcome: FirstOutcome | Returned[Any]
             if run is None:
                 outcome = await execution.attempt_or_suspect(wait_for_store=self._circuit.wait_out)
@@ -215,12 +292,8 @@ class Runners:
                 self._recorder.record(item, outcome)
             elif isinstance(outcome, Executed):
                 self._succeeded.append((item, outcome.attempt))
-            elif isinstance(outcome, Run):
-                conclusions.isolate(item, outcome)
             else:
                 conclusions.conclude(item, outcome)
-        finally:
-            self._freed += 1
 
 
 def _attempt_of(run: Run | None) -> int:

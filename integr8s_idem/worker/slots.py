@@ -5,17 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Final
-
-SHARE: Final = 4
-"""Few slots are free if less than one in so many is."""
-
-ENOUGH: Final = 64
-"""So many free slots are not few, even if a larger number is in use."""
 
 
 class Slots:
-    """A semaphore whose free slots the pipeline counts and takes itself; a suspect that runs with others waits for one.
+    """A semaphore whose free slots the runners take themselves; a suspect that runs with others waits for one.
 
     It wakes its waiters in order, in constant time: `asyncio.Semaphore` searches all of them for the next one to wake.
     """
@@ -24,17 +17,12 @@ class Slots:
         self.number = number
         self.free = number
         """How many can be acquired."""
-        self._few = min(number // SHARE, ENOUGH)
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._notify: Callable[[], None] = lambda: None
 
     def on_free(self, callback: Callable[[], None]) -> None:
         """Call `callback` whenever slots are released that nobody waits for."""
         self._notify = callback
-
-    def are_few(self, wanted: int) -> bool:
-        """Whether few slots are free, and more are wanted."""
-        return self.free < self._few and self.free < wanted
 
     async def acquire(self, *, unless: asyncio.Future[None]) -> bool:
         """Acquire a slot, after those that waited before; return `False` if `unless` is done first."""
@@ -54,13 +42,12 @@ class Slots:
                 self.release()  # the slot was passed to this task in the meantime
         return is_acquired
 
-    def release(self, number: int = 1) -> None:
-        """Pass slots directly to the first waiters, so that nobody else can acquire them in between."""
-        while number and self._waiting:
+    def release(self) -> None:
+        """Pass a slot directly to the first waiter, so that nobody else can acquire it in between."""
+        while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
-                number -= 1
-        if number:
-            self.free += number
-            self._notify()
+                return
+        self.free += 1
+        self._notify()

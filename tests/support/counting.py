@@ -74,19 +74,3 @@ class SentOutcomes(CountingStore):
         self.sizes.append(len(completions))
         self.sent_at += [asyncio.get_running_loop().time()] * len(completions)
         return await super().complete(completions)
-
-
-class SlowReservations(CountingStore):
-    """A store that takes `seconds` to reserve, and records when each `reserve` request begins and ends."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-        self.periods: list[tuple[float, float]] = []
-
-    async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
-        begin = asyncio.get_running_loop().time()
-        verdicts = await super().reserve(requests)
-        await asyncio.sleep(self._seconds)
-        self.periods.append((begin, asyncio.get_running_loop().time()))
-        return verdicts

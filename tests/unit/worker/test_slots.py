@@ -169,18 +169,3 @@ def test_random_cancellations_neither_lose_slots_nor_exceed_the_limit(seed: int,
         assert [take(slots) for _ in range(number + 1)] == [True] * number + [False]
 
     run_virtual(main())
-
-
-@virtual_time
-async def test_slots_released_together_are_passed_to_waiters_before_others_can_acquire_them() -> None:
-    slots, notified = Slots(3), list[int]()
-    assert all(take(slots) for _ in range(3))
-    waiting = [asyncio.create_task(acquire(slots)) for _ in range(2)]
-    await asyncio.sleep(0)
-    slots.on_free(lambda: notified.append(slots.free))
-
-    slots.release(3)
-    await asyncio.wait(waiting)
-
-    assert notified == [1]
-    assert [take(slots), take(slots)] == [True, False]

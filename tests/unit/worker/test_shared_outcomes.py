@@ -1,9 +1,8 @@
-"""While nearly all slots are in use, batches wait for slots, and outcomes for others, so that they share requests."""
+"""While deliveries wait for handlers, outcomes wait for others, so that they share requests."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ import pytest
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker import outcome_recorder
-from integr8s_idem.worker.pipeline import LONGEST_WAIT
-from tests.support.counting import CountingStore, SentOutcomes, SlowReservations
+from integr8s_idem.worker.outcome_recorder import ENOUGH, LONGEST_WAIT
+from tests.support.counting import SentOutcomes
 from tests.support.fake_consumer import FakeBroker
 from tests.support.fake_worker import running
 from tests.support.guarded import guarded
@@ -38,67 +36,6 @@ class Handlers:
 
 
 @virtual_time
-async def test_slots_that_become_free_one_by_one_are_filled_by_shared_requests() -> None:
-    store, router, broker = CountingStore(), EventRouter(), sent(400)
-    ends, begins = list[float](), list[float]()
-
-    @router.on(ParcelSent)
-    async def handle(event: ParcelSent) -> None:
-        begins.append(asyncio.get_running_loop().time())
-        # The first ones start together, and end one after another.
-        await asyncio.sleep(0.05 + (event.number if event.number < 64 else 0) * LONGEST_WAIT / 4)
-        ends.append(asyncio.get_running_loop().time())
-
-    dispatcher = IdempotentEventDispatcher(router, guarded(store).manager)
-    async with running(dispatcher, broker, ordering="none", concurrency=64) as worker:
-        await worker.until(lambda: all_committed(worker))
-
-    assert len(begins) == sum(store.batch_sizes) == 400
-    later = store.batch_sizes[store.batch_sizes.index(64) + 1 :]
-    assert sum(later) / len(later) > 3
-    waits = [begin - end for begin, end in zip(sorted(begins)[64:], sorted(ends), strict=False)]
-    assert max(waits) <= LONGEST_WAIT * 1.01
-
-
-@virtual_time
-async def test_one_free_slot_is_filled_after_a_moment() -> None:
-    gate, router, broker = asyncio.Event(), EventRouter(), sent(10)
-    times = dict[str, float]()
-
-    @router.on(ParcelSent)
-    async def handle(event: ParcelSent) -> None:
-        if event.number == 0:
-            await asyncio.sleep(0.05)
-            times["end of the first"] = asyncio.get_running_loop().time()
-        elif event.number == 8:
-            times["begin of the last"] = asyncio.get_running_loop().time()
-            gate.set()
-        else:
-            await gate.wait()
-
-    dispatcher = IdempotentEventDispatcher(router, guarded().manager)
-    async with running(dispatcher, broker, ordering="none", concurrency=8) as worker:
-        await worker.until(lambda: all_committed(worker))
-
-    assert times["begin of the last"] - times["end of the first"] == pytest.approx(LONGEST_WAIT, rel=0.01)
-
-
-@virtual_time
-async def test_while_few_slots_are_free_one_batch_is_reserved_at_a_time() -> None:
-    store, handlers = SlowReservations(0.01), Handlers(0.001)
-
-    dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
-    async with running(dispatcher, sent(640), ordering="none", concurrency=64) as worker:
-        await worker.until(lambda: all_committed(worker))
-
-    assert sum(store.batch_sizes) == 640
-    # While the last batch is taken, slots are free for all that is left.
-    crowded = store.periods[:-1]
-    assert len(crowded) > 10
-    assert all(ended < begins for (_, ended), (begins, _) in itertools.pairwise(crowded))
-
-
-@virtual_time
 async def test_outcomes_that_wait_for_others_are_recorded_when_the_worker_stops() -> None:
     store, handlers = SentOutcomes(), Handlers(0.001)
     here = guarded(store)
@@ -113,7 +50,7 @@ async def test_outcomes_that_wait_for_others_are_recorded_when_the_worker_stops(
 
 @virtual_time
 async def test_outcomes_that_come_one_by_one_share_requests() -> None:
-    step = outcome_recorder.LONGEST_WAIT / 10
+    step = LONGEST_WAIT / 10
     store, handlers = SentOutcomes(), Handlers(step)
 
     dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
@@ -124,7 +61,7 @@ async def test_outcomes_that_come_one_by_one_share_requests() -> None:
     assert sum(store.sizes) / len(store.sizes) > 5
     waits = [sent_at - ended_at for sent_at, ended_at in zip(store.sent_at, handlers.ended_at, strict=True)]
     assert 0 <= min(waits) < step
-    assert max(waits) <= outcome_recorder.LONGEST_WAIT * 1.01
+    assert max(waits) <= LONGEST_WAIT * 1.01
 
 
 @virtual_time
@@ -144,7 +81,7 @@ async def test_enough_outcomes_do_not_wait() -> None:
         first = store.sent_at[0]
         await worker.until(lambda: all_committed(worker))
 
-    assert store.sizes[0] >= outcome_recorder.ENOUGH
+    assert store.sizes[0] >= ENOUGH
     assert first - ended_at[0] == pytest.approx(LONGEST_WAIT / 10)
 
 
@@ -155,6 +92,17 @@ async def test_an_outcome_is_sent_at_once_unless_deliveries_wait_for_slots(event
 
     dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
     async with running(dispatcher, sent(events), ordering="none", concurrency=64) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    assert store.sent_at == handlers.ended_at
+
+
+@virtual_time
+async def test_an_outcome_is_sent_at_once_if_only_a_few_handlers_run() -> None:
+    store, handlers = SentOutcomes(), Handlers(0.001)
+
+    dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
+    async with running(dispatcher, sent(100), ordering="none", concurrency=3) as worker:
         await worker.until(lambda: all_committed(worker))
 
     assert store.sent_at == handlers.ended_at
@@ -179,7 +127,7 @@ MIXED = [number % 10 if number % 2 else number for number in range(200)]
 @pytest.mark.parametrize("recipients", [SHARED, MIXED])
 @virtual_time
 async def test_an_outcome_is_sent_at_once_if_the_next_delivery_of_its_key_waits_for_it(recipients: list[int]) -> None:
-    store, handlers, broker = SentOutcomes(), Handlers(outcome_recorder.LONGEST_WAIT / 10), FakeBroker()
+    store, handlers, broker = SentOutcomes(), Handlers(LONGEST_WAIT / 10), FakeBroker()
     broker.publish(*(ParcelSent(number=each, aggregate_id=str(of)) for each, of in enumerate(recipients)))
 
     dispatcher = IdempotentEventDispatcher(handlers.router, guarded(store).manager)
