@@ -152,11 +152,11 @@ class Pipeline:
     def _room(self) -> int:
         """Return how many deliveries the next batch may take; 0 while many of those before it have not started."""
         most = self._slots.free + self._horizon.size
-        waiting = self._in_batches + len(self._runners)
+        waiting = self._in_batches + len(self._runners.runnable)
         return most - waiting if waiting <= most // 2 else 0
 
     def _may_outcomes_wait(self) -> bool:
-        is_busy = (self._ready or len(self._runners)) and self._slots.number - self._slots.free >= SEVERAL
+        is_busy = (self._ready or self._runners.runnable) and self._slots.number - self._slots.free >= SEVERAL
         return bool(is_busy) and not (self._isolation.is_closed or self.waiting_for_limits)
 
     def _resume(self) -> None:

@@ -69,7 +69,8 @@ class Runners:
         self._circuit = processor.circuit
         self._tasks = tasks
         self._conclusions = conclusions
-        self._runnable: deque[WorkItem] = deque()
+        self.runnable: deque[WorkItem] = deque()
+        """Items that no runner has taken."""
         self._added = 0
         """Items that were ever added."""
         self._added_before = 0
@@ -80,9 +81,7 @@ class Runners:
         self._taken = taken
         self._succeeded: list[tuple[WorkItem, int]] = []
         """Items whose handlers have succeeded since the runner waited, and the numbers of their attempts."""
-        self._recorder = OutcomeRecorder(
-            processor, tasks, conclusions, lambda: bool(self._runnable), may_wait, meanwhile
-        )
+        self._recorder = OutcomeRecorder(processor, tasks, conclusions, self._are_more_to_come, may_wait, meanwhile)
         self._last = 0
         """Number of the last runner."""
         self._current: int | None = None
@@ -101,15 +100,14 @@ class Runners:
             self._conclusions.abandon(item)  # it might wait for a slot as long as others hang
             return
         self._added += 1
-        self._runnable.append(item)
+        self.runnable.append(item)
 
-    def __len__(self) -> int:
-        """Number of items that no runner has taken."""
-        return len(self._runnable)
+    def _are_more_to_come(self) -> bool:
+        return bool(self.runnable) and self._slots.free > 0
 
     def start(self) -> None:
         """Resume or start a runner if there are items to run and no runner takes them."""
-        if not self._runnable:
+        if not self.runnable:
             return
         if self._timer is None:
             self._set_timer()
@@ -127,11 +125,11 @@ class Runners:
 
     def release(self, *, only_closed: bool) -> None:
         """Release items that no runner has taken; with `only_closed`, only those of closed assignments."""
-        runnable = list(self._runnable)
-        self._runnable.clear()
+        runnable = list(self.runnable)
+        self.runnable.clear()
         for item in runnable:
             if only_closed and not item.delivery.assignment.closed:
-                self._runnable.append(item)
+                self.runnable.append(item)
                 continue
             self._conclusions.abandon(item)
 
@@ -145,8 +143,8 @@ class Runners:
         for resumed in self._idle.values():
             if not resumed.done():
                 resumed.set_result(False)
-        taken = self._added - len(self._runnable)
-        waited = [self._runnable.popleft() for _ in range(self._added_before - taken)]
+        taken = self._added - len(self.runnable)
+        waited = [self.runnable.popleft() for _ in range(self._added_before - taken)]
         self._added_before = self._added
         kept = []
         for item in waited:
@@ -156,8 +154,8 @@ class Runners:
                 self._horizon.slow_down()
                 item.release()
                 self._conclusions.conclude(item, NotStarted())
-        self._runnable.extendleft(reversed(kept))
-        if self._runnable and self._timer is None:
+        self.runnable.extendleft(reversed(kept))
+        if self.runnable and self._timer is None:
             self._set_timer()
 
     def _ended(self, runner: int, task: asyncio.Task[None]) -> None:
@@ -173,6 +171,7 @@ class Runners:
             while await self._wait_for_turn(number):
                 self._current = number
                 waiting = self._run_items(task)
+                self._taken()
                 if waiting is not None:
                     delivery, context, work, waiting_for = waiting
                     self._slots.free -= 1  # only now: nobody can see a handler that does not wait
@@ -195,7 +194,7 @@ class Runners:
                         break  # the worker waits for this task, even if the handler has withdrawn its cancellation
                 elif not task.cancelling():
                     self._end_items()  # in a lane, the next ones are added
-                    if self._runnable and not self._pace.is_turn_over():
+                    if self.runnable and not self._pace.is_turn_over():
                         await asyncio.sleep(0)
                 if task.cancelling():
                     break  # by the handler: the next one would be cancelled when it waits, or see that its task was
@@ -205,13 +204,13 @@ class Runners:
     def _run_items(self, task: asyncio.Task[None]) -> _Waiting | None:
         """Run items until a handler waits for something, none are left, or others have to run."""
         for _ in range(TURN):
-            item = self._runnable.popleft()
+            item = self.runnable.popleft()
             work, delivery = self._run(item), item.delivery
             context = delivery.context.copy()
             try:
                 return delivery, context, work, context.run(work.send, None)
             except StopIteration:
-                if task.cancelling() or not self._runnable or self._isolation.is_closed or self._pace.is_turn_over():
+                if task.cancelling() or not self.runnable or self._isolation.is_closed or self._pace.is_turn_over():
                     break
         return None
 
@@ -232,7 +231,7 @@ class Runners:
 
     def _may_run(self, number: int) -> bool:
         return (
-            bool(self._runnable)
+            bool(self.runnable)
             and self._current in (None, number)
             and self._slots.free > 0
             and not self._isolation.is_closed
@@ -259,7 +258,6 @@ class Runners:
         if self._succeeded:
             succeeded, self._succeeded = self._succeeded, []
             self._conclusions.succeeded(succeeded)
-        self._taken()
 
     async def _run(self, item: WorkItem) -> None:
         """Run an item's handler and process what it returned, in the context of its delivery."""

@@ -106,7 +106,7 @@ def unfinished(worker: ServiceWorker) -> dict[str, object]:
     state = {
         "tasks": len([task for task in pipeline.tasks if not task.done()]) - len(runners._idle),
         "ready": list(pipeline._ready),
-        "runnable": list(runners._runnable),
+        "runnable": list(runners.runnable),
         "returned": list(runners._recorder._returned),
         "waiting": len(pipeline._conclusions._waiting),
         "batches": pipeline._batches,

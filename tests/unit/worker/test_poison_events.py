@@ -230,7 +230,7 @@ async def test_events_reserved_before_an_isolated_run_are_released_when_their_pa
 
     async with running(dispatcher_of(depot.handle, here), broker, ordering="none", drain_timeout_seconds=60) as worker:
         await worker.until(lambda: 0 in depot.started)
-        held = [each.delivery for each in worker.worker._pipeline._runners._runnable]
+        held = [each.delivery for each in worker.worker._pipeline._runners.runnable]
         for delivery in held:
             delivery.assignment.close()
         worker.worker._pipeline.release_closed()

@@ -218,9 +218,9 @@ async def test_unguarded_items_wait_for_slots_as_long_as_it_takes() -> None:
         await worker.until(lambda: len(depot.started) == SLOTS)
         worker.worker._pipeline._horizon.size = 20
         worker.worker._pipeline._schedule()
-        await worker.until(lambda: len(worker.worker._pipeline._runners) == 20)
+        await worker.until(lambda: len(worker.worker._pipeline._runners.runnable) == 20)
         await asyncio.sleep(10 * LONGEST_HOLD)
-        assert len(worker.worker._pipeline._runners) == 20
+        assert len(worker.worker._pipeline._runners.runnable) == 20
         for event in depot.held.values():
             event.set()
         await worker.until(lambda: all_committed(worker))
@@ -239,7 +239,7 @@ async def test_items_start_when_a_suspect_leaves_its_slot() -> None:
         taken = await pipeline._slots.acquire(unless=loop.create_future())
         pipeline._horizon.size = 5
         broker.publish(*parcels(5))
-        await worker.until(lambda: len(pipeline._runners) == 5)
+        await worker.until(lambda: len(pipeline._runners.runnable) == 5)
         assert taken
         assert depot.started == []
         pipeline._slots.release()
@@ -313,7 +313,7 @@ async def test_items_that_waited_for_the_store_keep_to_the_limit_of_their_value(
     dispatcher = IdempotentEventDispatcher(router, guarded(store).manager)
     async with running(dispatcher, broker, ordering="none", concurrency=SLOTS) as worker:
         await worker.until(lambda: len(held) == SLOTS)
-        assert len(worker.worker._pipeline._runners) > SLOTS, "more items wait than slots"
+        assert len(worker.worker._pipeline._runners.runnable) > SLOTS, "more items wait than slots"
         with store.outage():
             gate.set()
             await asyncio.sleep(1)
