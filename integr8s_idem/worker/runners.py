@@ -36,7 +36,7 @@ MOST_IDLE: Final = 100
 """Runners that stay without items."""
 
 LONGEST_HOLD: Final = 0.5
-"""Seconds after which the key of an item that waits for a slot is released, and at most twice as long.
+"""Seconds after which the key of an item is released if all slots are in use, and at most twice as long.
 
 Runners that are idle after this time end, too, so that they do not keep for long what handlers have attached to their
 task, such as callbacks and timers that would cancel it."""
@@ -143,9 +143,16 @@ class Runners:
         for resumed in self._idle.values():
             if not resumed.done():
                 resumed.set_result(False)
+        if not self._slots.free:  # otherwise, their turn comes soon, even if handlers block the event loop
+            self._release_keys()
+        self._added_before = self._added
+        if self.runnable and self._timer is None:
+            self._set_timer()
+
+    def _release_keys(self) -> None:
+        """Release the keys of items that have waited since the last call of `_release_old`."""
         taken = self._added - len(self.runnable)
         waited = [self.runnable.popleft() for _ in range(self._added_before - taken)]
-        self._added_before = self._added
         kept = []
         for item in waited:
             if item.run is None or item.run.lease is None:
@@ -155,8 +162,6 @@ class Runners:
                 item.release()
                 self._conclusions.conclude(item, NotStarted())
         self.runnable.extendleft(reversed(kept))
-        if self.runnable and self._timer is None:
-            self._set_timer()
 
     def _ended(self, runner: int, task: asyncio.Task[None]) -> None:
         if self._current == runner:

@@ -144,6 +144,26 @@ async def test_keys_are_released_if_no_slot_becomes_free_for_long() -> None:
 
 
 @virtual_time
+async def test_keys_are_kept_while_slots_are_free() -> None:
+    here, broker, depot = guarded(), sent(0), Depot()
+
+    async with running(dispatcher_of(depot.handle, here), broker, ordering="none", concurrency=SLOTS) as worker:
+        pipeline = worker.worker._pipeline
+        broker.publish(*parcels(SLOTS))
+        while not pipeline._batches:
+            await asyncio.sleep(0)
+        pipeline._isolation._close()  # as if handlers blocked the event loop
+        await asyncio.sleep(10 * LONGEST_HOLD)
+        assert len(pipeline._runners.runnable) == SLOTS
+        assert depot.started == []
+        pipeline._isolation._open()
+        await worker.until(lambda: all_committed(worker))
+        assert worker.worker.report().tally.reruns == 0
+
+    assert depot.done == list(range(SLOTS))
+
+
+@virtual_time
 async def test_a_handler_may_request_a_key_that_waits_for_its_slot() -> None:
     """It waits for a key that is reserved for a delivery, which waits for the slot of the handler."""
     here, broker, router, started = guarded(), sent(100), EventRouter(), list[int]()
