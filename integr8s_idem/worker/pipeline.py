@@ -151,7 +151,7 @@ class Pipeline:
 
     def _room(self) -> int:
         """Return how many deliveries the next batch may take; 0 while many of those before it have not started."""
-        most = self._slots.free + self._horizon.size
+        most = self._slots.free + (0 if self._ready and _has_waited(self._ready[0]) else self._horizon.size)
         waiting = self._in_batches + len(self._runners.runnable)
         return most - waiting if waiting <= most // 2 else 0
 
@@ -178,13 +178,17 @@ class Pipeline:
             return  # leases of a batch reserved now would lapse if the suspect crashes the process
         taken: deque[Delivery | WorkItem] = deque()
         ahead: list[Delivery] = []
-        ready, room = self._ready, min(self._room(), MOST_TOGETHER)
         now = asyncio.get_running_loop().time()
+        self._horizon.note(0, now)  # the known rate may be that of long ago
+        ready, room = self._ready, min(self._room(), MOST_TOGETHER)
+        with_slots = self._slots.free - self._in_batches - len(self._runners.runnable)
         while ready and len(taken) < room and len(taken) + len(ahead) < MOST_TOGETHER:
             first = ready[0]
             delivery = first if isinstance(first, Delivery) else first.delivery
             if delivery.assignment.closed:
                 self._drop(ready.popleft())
+            elif len(taken) >= with_slots and _has_waited(first):
+                break
             else:
                 taken.append(ready.popleft())
                 if delivery is first:
@@ -256,11 +260,10 @@ class Pipeline:
             items = items or delivery.begin_items(decoded.executions)
             if not items:
                 self._ended((delivery,), may_commit=True)
-            for item in items:
-                if len(to_reserve) < MOST_TOGETHER:
-                    self._prepare(item, to_reserve)
-                else:
-                    self._ready.appendleft(item)  # for the next batch
+                return
+            # The batch has room for one; the others are part of the next.
+            self._ready.extendleft(reversed(items[1:]))
+            self._prepare(items[0], to_reserve)
 
     def _prepare(self, item: WorkItem, to_reserve: list[Reservable]) -> None:
         """Reserve an item, run it, or let it wait."""
@@ -340,3 +343,9 @@ class Pipeline:
             self._begin(delivery, prepared.decoded, prepared.items, to_reserve)
         else:
             self._ready.append(delivery)
+
+
+def _has_waited(each: Delivery | WorkItem) -> bool:
+    """Whether its key was released because it waited for long: it is reserved again only when a slot is free."""
+    execution = each.execution if isinstance(each, WorkItem) else None
+    return isinstance(execution, GuardedExecution) and execution.work.uncounted_attempts > 0

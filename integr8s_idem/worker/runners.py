@@ -272,7 +272,7 @@ class Runners:
             if item.delivery.assignment.closed:
                 raise AbandonedError
             if not self._circuit.is_available:
-                conclusions.wait_for_store(item)
+                self._wait_for_store(item)
                 return
             outcome: FirstOutcome | Returned[Any]
             if run is None:
@@ -297,6 +297,11 @@ class Runners:
                 self._succeeded.append((item, outcome.attempt))
             else:
                 conclusions.conclude(item, outcome)
+
+    def _wait_for_store(self, item: WorkItem) -> None:
+        if item.run is not None and item.run.lease is None:
+            item.run = None  # a policy allowed it while the store did not respond: ask again when it does
+        self._conclusions.wait_for_store(item)
 
 
 def _attempt_of(run: Run | None) -> int:

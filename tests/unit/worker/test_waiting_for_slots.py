@@ -343,28 +343,26 @@ async def test_items_that_waited_for_the_store_keep_to_the_limit_of_their_value(
     assert max(most.values()) == 1
 
 
+@pytest.mark.parametrize("config", [{}, {"max_attempts": 1}])
 @virtual_time
-async def test_all_handlers_of_an_event_are_reserved_together() -> None:
-    store, router, handled = CountingStore(), EventRouter(), list[tuple[str, int]]()
+async def test_no_handler_of_an_event_waits_beyond_the_limit(config: dict[str, Any]) -> None:
+    store, router, handled = Reserving(), EventRouter(), Counter[str]()
 
-    @router.on(ParcelSent, name="pack")
-    async def pack(event: ParcelSent) -> None:
-        await asyncio.sleep(FAST)
-        handled.append(("pack", event.number))
+    for name in ("pack", "invoice", "notify"):
 
-    @router.on(ParcelSent, name="invoice")
-    async def invoice(event: ParcelSent) -> None:
-        handled.append(("invoice", event.number))
+        async def handle(event: ParcelSent, name: str = name) -> None:
+            store.depot.started.append(event.number)
+            await asyncio.sleep(FAST)
+            handled[name] += 1
 
-    dispatcher = IdempotentEventDispatcher(router, guarded(store).manager)
-    async with running(dispatcher, sent(300), ordering="none", concurrency=1_000) as worker:
+        router.on(ParcelSent, name=name)(handle)
+
+    dispatcher = IdempotentEventDispatcher(router, guarded(store, **config).manager)
+    async with running(dispatcher, sent(600), ordering="none", concurrency=SLOTS) as worker:
         await worker.until(lambda: all_committed(worker))
 
-    assert sorted(handled) == sorted((name, number) for name in ("pack", "invoice") for number in range(300))
-    assert len(handled) == 600
-    assert max(store.batch_sizes) <= 250
-    assert sum(store.batch_sizes) == 600
-    assert len(store.batch_sizes) <= 4
+    assert dict(handled) == dict.fromkeys(("pack", "invoice", "notify"), 600)
+    assert max(store.waiting) <= SLOTS + (0 if config else MOST_WAITING)
 
 
 @virtual_time
