@@ -37,7 +37,7 @@ from integr8s_idem.worker.look_ahead import LookAhead, Reservable
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 from integr8s_idem.worker.reserver import Reserver
 from integr8s_idem.worker.runners import Runners
-from integr8s_idem.worker.slot_horizon import horizon_for
+from integr8s_idem.worker.slot_horizon import has_waited, horizon_for
 from integr8s_idem.worker.value_limits import ValueLimits
 
 MOST_BATCHES: Final = 2
@@ -101,7 +101,7 @@ class Pipeline:
         self._is_starting = False
         self._batches = 0
         self._in_batches = 0
-        """Deliveries and items in these batches."""
+        """Deliveries and items that these batches have taken.  Those that runners have already count twice."""
         self._is_scheduled = False
         self._context = copy_context()
         """Context that handlers inherit from the service, without changes by earlier handlers."""
@@ -151,7 +151,7 @@ class Pipeline:
 
     def _room(self) -> int:
         """Return how many deliveries the next batch may take; 0 while many of those before it have not started."""
-        most = self._slots.free + (0 if self._ready and _has_waited(self._ready[0]) else self._horizon.size)
+        most = self._slots.free + (0 if self._ready and has_waited(self._ready[0]) else self._horizon.size)
         waiting = self._in_batches + len(self._runners.runnable)
         return most - waiting if waiting <= most // 2 else 0
 
@@ -187,7 +187,7 @@ class Pipeline:
             delivery = first if isinstance(first, Delivery) else first.delivery
             if delivery.assignment.closed:
                 self._drop(ready.popleft())
-            elif len(taken) >= with_slots and _has_waited(first):
+            elif len(taken) >= with_slots and has_waited(first):
                 break
             else:
                 taken.append(ready.popleft())
@@ -343,9 +343,3 @@ class Pipeline:
             self._begin(delivery, prepared.decoded, prepared.items, to_reserve)
         else:
             self._ready.append(delivery)
-
-
-def _has_waited(each: Delivery | WorkItem) -> bool:
-    """Whether its key was released because it waited for long: it is reserved again only when a slot is free."""
-    execution = each.execution if isinstance(each, WorkItem) else None
-    return isinstance(execution, GuardedExecution) and execution.work.uncounted_attempts > 0

@@ -46,7 +46,7 @@ _Waiting: TypeAlias = tuple[Delivery, Context, Coroutine[Any, Any, None], object
 
 
 class Runners:
-    """Runs the handlers of items that hold a slot, and releases the slots."""
+    """Runs the handlers of items, each in a slot while it waits for something."""
 
     def __init__(
         self,
@@ -125,12 +125,13 @@ class Runners:
 
     def release(self, *, only_closed: bool) -> None:
         """Release items that no runner has taken; with `only_closed`, only those of closed assignments."""
-        runnable = list(self.runnable)
+        runnable, old = list(self.runnable), max(self._added_before - (self._added - len(self.runnable)), 0)
         self.runnable.clear()
-        for item in runnable:
+        for number, item in enumerate(runnable):
             if only_closed and not item.delivery.assignment.closed:
                 self.runnable.append(item)
                 continue
+            self._added_before += number >= old  # the old ones that stay are still old
             self._conclusions.abandon(item)
 
     def _set_timer(self) -> None:
@@ -155,7 +156,7 @@ class Runners:
         waited = [self.runnable.popleft() for _ in range(self._added_before - taken)]
         kept = []
         for item in waited:
-            if item.run is None or item.run.lease is None:
+            if item.run is None:
                 kept.append(item)
             else:
                 self._horizon.slow_down()
@@ -176,10 +177,10 @@ class Runners:
             while await self._wait_for_turn(number):
                 self._current = number
                 waiting = self._run_items(task)
-                self._taken()
                 if waiting is not None:
                     delivery, context, work, waiting_for = waiting
                     self._slots.free -= 1  # only now: nobody can see a handler that does not wait
+                    self._taken()
                     self._current = None
                     self._end_items()
                     self.start()
@@ -198,6 +199,7 @@ class Runners:
                     if is_closed:
                         break  # the worker waits for this task, even if the handler has withdrawn its cancellation
                 elif not task.cancelling():
+                    self._taken()
                     self._end_items()  # in a lane, the next ones are added
                     if self.runnable and not self._pace.is_turn_over():
                         await asyncio.sleep(0)

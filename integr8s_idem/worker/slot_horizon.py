@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from integr8s_idem.config import OnInProgress
+from integr8s_idem.handlers.handler import GuardedExecution
+from integr8s_idem.worker.assignments import Delivery, WorkItem
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
 from integr8s_idem.worker.lane import HORIZON
 
@@ -13,6 +15,9 @@ MOST_WAITING: Final = 128
 
 LEAST_WAITING: Final = 16
 """At a rate that allows fewer than these, requests to the store take little time, and shared ones would save little."""
+
+LEAST_ATTEMPTS: Final = 2
+"""With no more attempts than these, no item waits: a key that is released costs the next owner of its partition one."""
 
 
 class SlotHorizon:
@@ -27,7 +32,7 @@ class SlotHorizon:
         self._since: float | None = None
 
     def note(self, begun: int, now: float) -> None:
-        """Note that the items of a batch begin, at a time by the event loop's clock."""
+        """Note that the deliveries of a batch begin, at a time by the event loop's clock."""
         if self._since is None:
             self._since = now
         elapsed = now - self._since
@@ -50,7 +55,13 @@ def horizon_for(processor: DeliveryProcessor) -> SlotHorizon:
     manager = processor.dispatcher.manager
     if manager is not None:
         config = manager.config
-        can_be_isolated = processor.suspects is not None and config.max_attempts > 1
+        can_be_isolated = processor.suspects is not None and config.max_attempts > LEAST_ATTEMPTS
         if not can_be_isolated or config.on_in_progress is OnInProgress.SKIP:
             return SlotHorizon(0)
     return SlotHorizon()
+
+
+def has_waited(each: Delivery | WorkItem) -> bool:
+    """Whether its key was released because it waited for long: it is reserved again only when a slot is free."""
+    execution = each.execution if isinstance(each, WorkItem) else None
+    return isinstance(execution, GuardedExecution) and execution.work.uncounted_attempts > 0

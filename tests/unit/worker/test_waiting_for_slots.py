@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -110,7 +111,12 @@ async def test_slow_handlers_are_reserved_when_slots_are_free() -> None:
 
 @pytest.mark.parametrize(
     ("config", "service"),
-    [({"max_attempts": 1}, {}), ({"on_in_progress": "skip"}, {}), ({}, {"isolation_share": 0})],
+    [
+        ({"max_attempts": 1}, {}),
+        ({"max_attempts": 2}, {}),
+        ({"on_in_progress": "skip"}, {}),
+        ({}, {"isolation_share": 0}),
+    ],
 )
 @virtual_time
 async def test_work_that_must_not_wait_is_reserved_when_slots_are_free(
@@ -141,6 +147,33 @@ async def test_keys_are_released_if_no_slot_becomes_free_for_long() -> None:
 
     assert sorted(depot.started) == list(range(2_000))
     assert await leases_left(here) == []
+
+
+@virtual_time
+async def test_keys_are_released_in_time_although_other_partitions_are_revoked() -> None:
+    here, broker, other = guarded(), sent(0), Partition("parcel_sent", 1)
+    depot = Depot(held={number: asyncio.Event() for number in range(SLOTS)})
+    broker.logs[other] = []
+    service = running(dispatcher_of(depot.handle, here), broker, ordering="none", concurrency=SLOTS)
+
+    with patch.object(SlotHorizon, "note"):
+        async with service as worker:
+            runners, horizon = worker.worker._pipeline._runners, worker.worker._pipeline._horizon
+            horizon.size = 20
+            broker.publish(*parcels(SLOTS + 12))
+            await worker.until(lambda: len(runners.runnable) == 12)
+            while not runners._added_before:  # noqa: ASYNC110  # a number has no event to wait for
+                await asyncio.sleep(0.01)
+            horizon.size = 60
+            broker.publish(*parcels(100)[90:], partition=1)
+            await worker.until(lambda: len(runners.runnable) == 22)
+            await worker.consumer.take([other])
+            assert len(runners.runnable) == 12
+            await asyncio.sleep(LONGEST_HOLD)
+
+            assert await here.store.count_active("") == SLOTS
+            for event in depot.held.values():
+                event.set()
 
 
 @virtual_time
