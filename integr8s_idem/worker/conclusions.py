@@ -36,7 +36,7 @@ LONGEST_LOOK_AHEAD: Final = 60.0
 
 
 class Conclusions:
-    """Decides what happens to work items after an attempt.  They hold no slot at that point."""
+    """Decides what happens to work items after an attempt.  They do not need their slot any more."""
 
     def __init__(
         self,

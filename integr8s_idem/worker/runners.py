@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context, copy_context
 from functools import partial
+from itertools import compress
 from typing import Any, Final, TypeAlias
 
 from integr8s_idem._util.loop_fairness import pace_of
@@ -23,6 +24,7 @@ from integr8s_idem.telemetry.log_fields import SOURCE
 from integr8s_idem.worker.assignments import AbandonedError, Delivery, WorkItem
 from integr8s_idem.worker.conclusions import Conclusions
 from integr8s_idem.worker.delivery_processor import DeliveryProcessor
+from integr8s_idem.worker.look_ahead import LONGEST_HOLD
 from integr8s_idem.worker.outcome_recorder import OutcomeRecorder
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 from integr8s_idem.worker.poison_events import FirstOutcome
@@ -34,12 +36,6 @@ TURN: Final = 50
 
 MOST_IDLE: Final = 100
 """Runners that stay without items."""
-
-LONGEST_HOLD: Final = 0.5
-"""Seconds after which the key of an item is released if all slots are in use, and at most twice as long.
-
-Runners that are idle after this time end, too, so that they do not keep for long what handlers have attached to their
-task, such as callbacks and timers that would cancel it."""
 
 _Waiting: TypeAlias = tuple[Delivery, Context, Coroutine[Any, Any, None], object]
 """A delivery whose handler waits, the context of the handler, its coroutine, and what it waits for."""
@@ -71,10 +67,8 @@ class Runners:
         self._conclusions = conclusions
         self.runnable: deque[WorkItem] = deque()
         """Items that no runner has taken."""
-        self._added = 0
-        """Items that were ever added."""
-        self._added_before = 0
-        """As of the last call of `_release_old`."""
+        self._old = 0
+        """How many of the first runnable items were there at the last call of `_release_old`."""
         self._timer: asyncio.TimerHandle | None = None
         """Calls `_release_old`, while items or runners wait."""
         self._horizon = horizon
@@ -99,7 +93,6 @@ class Runners:
         if item.delivery.assignment.closed:
             self._conclusions.abandon(item)  # it might wait for a slot as long as others hang
             return
-        self._added += 1
         self.runnable.append(item)
 
     def _are_more_to_come(self) -> bool:
@@ -125,20 +118,23 @@ class Runners:
 
     def release(self, *, only_closed: bool) -> None:
         """Release items that no runner has taken; with `only_closed`, only those of closed assignments."""
-        runnable, old = list(self.runnable), max(self._added_before - (self._added - len(self.runnable)), 0)
+        runnable, old = list(self.runnable), self._old
+        kept = [only_closed and not item.delivery.assignment.closed for item in runnable]
         self.runnable.clear()
-        for number, item in enumerate(runnable):
-            if only_closed and not item.delivery.assignment.closed:
-                self.runnable.append(item)
-                continue
-            self._added_before += number >= old  # the old ones that stay are still old
-            self._conclusions.abandon(item)
+        self.runnable.extend(compress(runnable, kept))
+        self._old = sum(kept[:old])
+        for item, is_kept in zip(runnable, kept, strict=True):
+            if not is_kept:
+                self._conclusions.abandon(item)  # the turn of the next one in its lane may begin
 
     def _set_timer(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(LONGEST_HOLD, self._release_old)
 
     def _release_old(self) -> None:
-        """End the runners that were idle or busy for long, and release the keys of items that have waited for long."""
+        """End idle runners, and release the keys of items that have waited for long if all slots are in use.
+
+        Otherwise, a runner would keep what handlers have attached to its task, such as callbacks and timers.
+        """
         self._timer = None
         self._oldest = self._last + 1
         for resumed in self._idle.values():
@@ -146,14 +142,13 @@ class Runners:
                 resumed.set_result(False)
         if not self._slots.free:  # otherwise, their turn comes soon, even if handlers block the event loop
             self._release_keys()
-        self._added_before = self._added
+        self._old = len(self.runnable)
         if self.runnable and self._timer is None:
             self._set_timer()
 
     def _release_keys(self) -> None:
         """Release the keys of items that have waited since the last call of `_release_old`."""
-        taken = self._added - len(self.runnable)
-        waited = [self.runnable.popleft() for _ in range(self._added_before - taken)]
+        waited = [self.runnable.popleft() for _ in range(self._old)]
         kept = []
         for item in waited:
             if item.run is None:
@@ -212,6 +207,8 @@ class Runners:
         """Run items until a handler waits for something, none are left, or others have to run."""
         for _ in range(TURN):
             item = self.runnable.popleft()
+            if self._old:
+                self._old -= 1
             work, delivery = self._run(item), item.delivery
             context = delivery.context.copy()
             try:

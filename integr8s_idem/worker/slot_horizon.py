@@ -16,7 +16,7 @@ MOST_WAITING: Final = 128
 LEAST_WAITING: Final = 16
 """At a rate that allows fewer than these, requests to the store take little time, and shared ones would save little."""
 
-LEAST_ATTEMPTS: Final = 2
+FEW_ATTEMPTS: Final = 2
 """With no more attempts than these, no item waits: a key that is released costs the next owner of its partition one."""
 
 
@@ -55,7 +55,7 @@ def horizon_for(processor: DeliveryProcessor) -> SlotHorizon:
     manager = processor.dispatcher.manager
     if manager is not None:
         config = manager.config
-        can_be_isolated = processor.suspects is not None and config.max_attempts > LEAST_ATTEMPTS
+        can_be_isolated = processor.suspects is not None and config.max_attempts > FEW_ATTEMPTS
         if not can_be_isolated or config.on_in_progress is OnInProgress.SKIP:
             return SlotHorizon(0)
     return SlotHorizon()

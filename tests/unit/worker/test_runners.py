@@ -16,7 +16,8 @@ from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import ServiceWorker, runners
 from integr8s_idem.worker.consumer import LAST_GRACE
-from integr8s_idem.worker.runners import LONGEST_HOLD, MOST_IDLE, TURN
+from integr8s_idem.worker.look_ahead import LONGEST_HOLD
+from integr8s_idem.worker.runners import MOST_IDLE, TURN
 from tests.support.fake_worker import running
 from tests.support.guarded import guarded
 from tests.support.pipelines import Depot, ParcelSent, all_committed, dispatcher_of, parcels, sent, unfinished

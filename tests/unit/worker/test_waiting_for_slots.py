@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from datetime import timedelta
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.kafka_protocols import Partition
 from integr8s_idem.worker.lane import HORIZON
-from integr8s_idem.worker.runners import LONGEST_HOLD
+from integr8s_idem.worker.look_ahead import LONGEST_HOLD
 from integr8s_idem.worker.slot_horizon import MOST_WAITING, SlotHorizon
 from tests.support.counting import CountingStore
 from tests.support.fake_consumer import FakeBroker
@@ -162,7 +163,7 @@ async def test_keys_are_released_in_time_although_other_partitions_are_revoked()
             horizon.size = 20
             broker.publish(*parcels(SLOTS + 12))
             await worker.until(lambda: len(runners.runnable) == 12)
-            while not runners._added_before:  # noqa: ASYNC110  # a number has no event to wait for
+            while not runners._old:  # noqa: ASYNC110  # a number has no event to wait for
                 await asyncio.sleep(0.01)
             horizon.size = 60
             broker.publish(*parcels(100)[90:], partition=1)
@@ -194,6 +195,42 @@ async def test_keys_are_kept_while_slots_are_free() -> None:
         assert worker.worker.report().tally.reruns == 0
 
     assert depot.done == list(range(SLOTS))
+
+
+@virtual_time
+async def test_an_event_loses_one_attempt_at_most_while_it_waits_for_slots() -> None:
+    here, broker, router, slow = guarded(), sent(4_000), EventRouter(), Random(1)
+
+    @router.on(ParcelSent, name="handle")
+    async def handle(_: ParcelSent) -> None:
+        await asyncio.sleep(2 if slow.random() < 0.1 else FAST)
+
+    dispatcher = IdempotentEventDispatcher(router, here.manager)
+    async with running(dispatcher, broker, ordering="none", concurrency=16) as worker:
+        await worker.until(lambda: all_committed(worker))
+
+    attempts = Counter([record.attempt async for record in here.store.scan("")])
+    assert attempts.total() == 4_000
+    assert set(attempts) == {1, 2}
+
+
+@virtual_time
+async def test_the_rate_before_a_pause_does_not_count() -> None:
+    here, broker, gate, started = guarded(), sent(1_500), asyncio.Event(), list[int]()
+
+    async def handle(event: ParcelSent) -> None:
+        started.append(event.number)
+        await (asyncio.sleep(FAST) if event.number < 1_500 else gate.wait())
+
+    async with running(dispatcher_of(handle, here), broker, ordering="none", concurrency=SLOTS) as worker:
+        await worker.until(lambda: all_committed(worker))
+        assert worker.worker._pipeline._horizon.size > 0
+        await asyncio.sleep(3_600)
+        broker.publish(*parcels(1_700)[1_500:])
+        await worker.until(lambda: len(started) == 1_500 + SLOTS)
+
+        assert await here.store.count_active("") == SLOTS
+        gate.set()
 
 
 @virtual_time
