@@ -23,6 +23,8 @@ from time import monotonic
 from types import CoroutineType
 from typing import Any, Generic, TypeVar
 
+from msgspec import Struct
+
 from integr8s_idem._util.first_step import as_coroutine, rest
 from integr8s_idem.config import IdempotencyConfig, OnFailure
 from integr8s_idem.engine.active_runs import ActiveRun, ActiveRuns
@@ -85,8 +87,7 @@ class RunOptions:
     transaction writes the record, at any isolation level, and the work must finish within one lease."""
 
 
-@dataclass(slots=True, eq=False)
-class Returned(Generic[T]):
+class Returned(Struct, Generic[T], frozen=True, eq=False):
     """A run whose function has returned and whose outcome is not recorded yet."""
 
     run: Run

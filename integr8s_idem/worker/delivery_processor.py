@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import Struct
+
 from integr8s_idem.codecs import header
 from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.engine.executor import Executor
@@ -60,8 +62,7 @@ DEAD_LETTER_BACKOFF = Backoff(initial=0.5, longest=10.0)
 """Delays between attempts to publish a dead letter."""
 
 
-@dataclass(slots=True, eq=False)
-class Decoded:
+class Decoded(Struct, frozen=True, eq=False):
     """A decoded delivery: an execution for each handler of its event, or the dead letter that replaces them."""
 
     executions: Sequence[HandlerExecution] = ()
@@ -70,11 +71,10 @@ class Decoded:
     """Entered around its handling."""
 
 
-@dataclass(slots=True, eq=False)
-class UnverifiedReplay(Decoded):
+class UnverifiedReplay(Decoded, frozen=True, eq=False, kw_only=True):
     """A delivery whose replay headers are honored only if the store confirms that the work failed."""
 
-    claim: ReplayClaim = field(kw_only=True)
+    claim: ReplayClaim
 
 
 @dataclass(frozen=True, slots=True)
