@@ -63,9 +63,6 @@ class EntryPoint(str, Enum):
     """Records in a loop over a Kafka consumer."""
 
 
-_is_plain: Final = re.compile(rf"[A-Za-z0-9_.~{re.escape(_SAFE)}-]*").fullmatch
-"""Whether a component of a key is its own escaped form, such as most ids and names."""
-
 _PLAIN_KEY: Final = re.compile(rf"[A-Za-z0-9_.~{re.escape(_SAFE_IN_A_CALLERS_KEY)}-]{{1,{LONGEST_LABEL}}}")
 """A caller's key that is its own escaped form, and its own label, unless it begins with one of `_RESERVED`."""
 
@@ -112,19 +109,16 @@ class Key(Struct, frozen=True, gc=False):
     @staticmethod
     def of_entry(entry: EntryPoint, *parts: str, name: str) -> Key:
         """Create a key of an entry point, distinct from keys of callers and of other entry points."""
-        if not _is_plain("".join(parts)):
-            parts = tuple([part if _is_plain(part) else escaped(part) for part in parts])
+        is_plain = _plain_text(_SAFE).fullmatch
+        if not is_plain("".join(parts)):
+            parts = tuple([part if is_plain(part) else escaped(part) for part in parts])
         return Key(":".join(("", entry, *parts)), _label(name))
 
     @staticmethod
     def of_event(handler: str, event_type: str, how: str, value: str, *, generation: int = 0) -> Key:
         """Create a key from an event; `handler` distinguishes the handlers of the event."""
-        # Most values are their own escaped form, and their own label: two calls less for each event.
-        text = _key_prefix(handler, event_type, how) + (value if _is_plain(value) else escaped(value))
-        name = f"{event_type}:{value}"
-        if len(name) > LONGEST_LABEL or not name.isprintable():
-            name = _label(name)
-        return Key(text, name, generation)
+        text = _key_prefix(handler, event_type, how) + escaped(value)
+        return Key(text, _label(f"{event_type}:{value}"), generation)
 
     @property
     def label(self) -> str:
@@ -276,12 +270,19 @@ def _label(text: str) -> str:
 
 def escaped(component: str, *, safe: str = _SAFE) -> str:
     """Percent-encode separators and everything but printable ASCII in a component of a key."""
-    if safe == _SAFE and (plain := _is_plain(component)):
+    plain = _plain_text(safe).fullmatch(component)
+    if plain:
         return plain[0]
     if component.isascii():
         return component.translate(_escapes(safe))
     # JSON escapes can produce lone surrogates; keys that differ in them must differ.
     return quote(component, safe=safe, errors="surrogatepass")
+
+
+@lru_cache(maxsize=8)
+def _plain_text(safe: str) -> re.Pattern[str]:
+    """Return a pattern for text that `quote` does not change, such as most ids and names."""
+    return re.compile(rf"[A-Za-z0-9_.~{re.escape(safe)}-]*")
 
 
 @lru_cache(maxsize=8)

@@ -55,7 +55,7 @@ def test_no_fuzzed_input_tells_native_and_python_code_apart() -> None:
     [
         (wire, "_envelope_in", lambda fields: ("shipped", "1.0")),
         (keys, "fingerprint_of", lambda event: b"f" * 16),
-        (keys.Key, "of_event", lambda *parts, generation: keys.Key("text", "label")),
+        (keys, "_label", lambda text: "label"),
         (codec, "crc32", lambda data: zlib.crc32(data) ^ 1),
         (codec, "encode_life", lambda duration: b"123456"),
         (codec, "_result", lambda flags, rest: None),
