@@ -105,7 +105,7 @@ class LookAhead:
         If a key occurs again, the store is asked for the later ones at their turn: they must not get it first.
         """
         found: list[Reservable] = []
-        # Tuples: the hash of a data class is computed in Python.
+        # Without their names: those of equal keys may differ.
         keys = {
             (execution.work.key.text, execution.work.key.generation)
             for execution in due
