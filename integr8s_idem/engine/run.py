@@ -270,9 +270,11 @@ class Run(ActiveRun):
         return Executed(returned.value, self.attempt.number)
 
     def complete_later(self, returned: Returned[Any]) -> None:
-        """Record the result in the background, because the caller is being cancelled."""
-        assert returned.completion is not None
-        self._services.client.complete_later(returned.completion)
+        """Record the result in the background, until the lease ends, because nobody waits for it any more."""
+        lease, completion = self.lease, returned.completion
+        assert lease is not None
+        assert completion is not None
+        self._services.client.complete_later(self.work, completion, lease.deadline)
         self._end()
 
     # Work between two callbacks.

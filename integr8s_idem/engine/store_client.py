@@ -152,10 +152,18 @@ class StoreClient:
         call = self._repository.complete(completions)
         return await (self._shielded(call) if shielded else call)
 
-    def complete_later(self, completion: Completion) -> None:
-        """Record a completion in the background, coalesced with others."""
-        # Cancelling the future drops the answer; the call is made nevertheless.
-        self._completions.ask(completion).cancel()
+    def complete_later(self, work: Work, completion: Completion, deadline: float) -> None:
+        """Record a completion in the background.  While the store is down, retry until the lease ends.
+
+        `deadline`: the end of the lease, by the event loop's clock.
+        """
+        self.in_background(self._complete_unawaited(work, completion, deadline))
+
+    async def _complete_unawaited(self, work: Work, completion: Completion, deadline: float) -> None:
+        try:
+            await self.write_outcome(work, completion, deadline, None)
+        except (StoreError, LeaseLostError, ResultNotStoredError) as error:
+            logger.warning("work has ended, but its outcome is not recorded, so it may run again: %s", error)
 
     async def release_together(self, reservations: Sequence[Reserved]) -> list[bool]:
         """Release reservations in one call, which continues if the caller is cancelled."""

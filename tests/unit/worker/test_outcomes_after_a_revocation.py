@@ -1,0 +1,45 @@
+"""A handler ends after its partition was revoked, while the store is down."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from integr8s_idem.testing.virtual_time import virtual_time
+from integr8s_idem.worker.lanes import Ordering
+from tests.support.fake_worker import running
+from tests.support.guarded import guarded
+from tests.support.pipelines import TOPIC, ParcelSent, all_committed, dispatcher_of, key_of, sent
+
+DRAIN = 5
+HANDLING = 8
+"""Seconds: longer than a revocation waits for handlers."""
+OUTAGE = 5
+"""Seconds, which include the end of the handler; less than what is left of the lease then."""
+
+
+@pytest.mark.parametrize("ordering", ["none", "partition", "key"])
+@virtual_time
+async def test_an_outcome_is_recorded_when_the_store_is_back(ordering: Ordering) -> None:
+    here, handled, ended = guarded(), [], asyncio.Event()
+
+    async def handle(event: ParcelSent) -> None:
+        handled.append(event.event_id)
+        await asyncio.sleep(HANDLING)
+        ended.set()
+
+    async with running(dispatcher_of(handle, here), sent(1), ordering=ordering, drain_timeout_seconds=DRAIN) as worker:
+        await worker.until(lambda: len(handled) == 1)
+        await worker.consumer.take([TOPIC])
+        assert not ended.is_set(), "the revocation waits for the handler"
+        with here.store.outage():
+            await ended.wait()
+            await asyncio.sleep(OUTAGE)
+        await asyncio.sleep(OUTAGE)
+        [record] = await here.store.get([key_of(here, 0)])
+        assert record is not None
+        assert record.status == "completed"
+        await worker.consumer.give([TOPIC])
+        await worker.until(lambda: all_committed(worker))
+    assert len(handled) == 1
