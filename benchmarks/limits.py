@@ -61,8 +61,8 @@ LIMITS: Final[Mapping[str, str]] = {
     ),
     "sql_inbox_core": (
         "two bare statements on the same connection, without any guard, are `sql_inbox_statements`: each is a round "
-        "trip, and they leave a tenth of the transaction's time for key, request, verdict and result, which take twice "
-        "that"
+        "trip, and they leave a tenth of the time that the target allows for key, request, verdict and result, which "
+        "take twice that"
     ),
     "sql_inbox_session": "as for `sql_inbox_core`, with another 20 calls to get the connection from the session",
 }
