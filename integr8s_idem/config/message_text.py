@@ -49,10 +49,12 @@ def needing(kind: str, error: ModuleNotFoundError) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of `error`, even if its `__str__` raises."""
+    """Return the text of `error`, even if its `__str__` raises, or panics in an extension module."""
     try:
         return str(error)
-    except Exception as fault:  # noqa: BLE001  # see above
+    except KeyboardInterrupt:  # from a signal, not from `__str__`
+        raise
+    except BaseException as fault:  # noqa: BLE001  # it would stop the service that reports another error
         return f"(its text is not available: {type(fault).__name__})"
 
 

@@ -167,7 +167,7 @@ class ServiceSettings(Section):
     ordering: Literal["partition", "key", "none"] = "partition"
     """Order of handling: by partition, by Kafka key, or none."""
     concurrency: Annotated[int, Field(ge=1, le=10_000), NOT_BOOL] = 64
-    """Maximum number of handlers that run at the same time."""
+    """Maximum number of handlers that run at the same time, except for isolated runs: see isolation_seconds."""
     max_in_flight: Count = 1_000
     """Number of deliveries that were fetched but not settled at which fetching pauses.
 

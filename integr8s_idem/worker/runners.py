@@ -174,7 +174,7 @@ class Runners:
                 waiting = self._run_items(task)
                 if waiting is not None:
                     delivery, context, work, waiting_for = waiting
-                    self._slots.free -= 1  # only now: nobody can see a handler that does not wait
+                    self._slots.take()  # only now: nobody can see a handler that does not wait
                     self._taken()
                     self._current = None
                     self._end_items()

@@ -24,12 +24,16 @@ class Slots:
         """Call `callback` whenever slots are released that nobody waits for."""
         self._notify = callback
 
+    def take(self) -> None:
+        """Take one of the free slots; there must be one."""
+        self.free -= 1
+
     async def acquire(self, *, unless: asyncio.Future[None]) -> bool:
         """Acquire a slot, after those that waited before; return `False` if `unless` is done first."""
         if unless.done():
             return False
         if self.free:
-            self.free -= 1
+            self.take()
             return True
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from integr8s_idem.engine.error_text import LONGEST_ERROR, describe_error
@@ -52,3 +54,25 @@ def test_the_errors_of_deeply_nested_groups_are_named() -> None:
         group = ExceptionGroup("g", [group, group])
 
     assert describe_error(group) == "ExceptionGroup: g (2 sub-exceptions): ValueError: inner"
+
+
+class PanicError(BaseException):
+    """As an extension module in Rust raises it: it is no `Exception`."""
+
+
+@pytest.mark.parametrize("fault", [PanicError, SystemExit, asyncio.CancelledError, RuntimeError])
+def test_an_error_whose_text_raises_is_described_without_it(fault: type[BaseException]) -> None:
+    class UnprintableError(Exception):
+        def __str__(self) -> str:
+            raise fault
+
+    assert describe_error(UnprintableError()).endswith(f"(its text is not available: {fault.__name__})")
+
+
+def test_an_interrupt_while_an_error_is_described_is_raised() -> None:
+    class InterruptedTextError(Exception):
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        describe_error(InterruptedTextError())

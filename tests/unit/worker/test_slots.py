@@ -19,7 +19,7 @@ def take(slots: Slots) -> bool:
     """Take a free slot, as the pipeline does."""
     if not slots.free:
         return False
-    slots.free -= 1
+    slots.take()
     return True
 
 
