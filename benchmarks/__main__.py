@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from pathlib import Path
 from unittest.mock import patch
 
@@ -73,13 +74,24 @@ def _sorted(results: Flat) -> str:
     return json.dumps(dict(sorted(results.items())), indent=1) + "\n"
 
 
+def known_key(argument: str) -> str:
+    """Check a figure or benchmark of the command line."""
+    known = (*BENCHMARKS, *KEYS)
+    if argument in known:
+        return argument
+    similar = " or ".join(get_close_matches(argument, known))
+    raise argparse.ArgumentTypeError(
+        f"{argument} is neither a benchmark nor a figure{f'; did you mean {similar}?' if similar else ': see --help'}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "--only",
         action="append",
         metavar="KEY",
-        choices=(*BENCHMARKS, *KEYS),
+        type=known_key,
         help="run only this figure, or all figures and contestants of this benchmark; repeatable. "
         f"Benchmarks: {', '.join(BENCHMARKS)}. Figures: {', '.join(KEYS)}",
     )

@@ -89,7 +89,10 @@ async def figures(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure integr8s-idem dlq on many dead letters.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.operating_dead_letters",
+        description="Measure integr8s-idem dlq on many dead letters.",
+    )
     parser.add_argument("--dead-letters", type=int, default=10_000)
     parser.add_argument("--bytes", type=int, default=1_000, help="approximate size of each payload")
     parser.add_argument("--json", type=Path, help="write the results to this file")

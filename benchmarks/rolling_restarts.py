@@ -244,7 +244,7 @@ async def measure(folder: Path, redis: RedisServer, *, static: bool, downtime: f
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rolling_restarts", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--downtime", type=float, default=2.0, help="seconds between the end and the start of a worker")
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that one event in 200 takes")

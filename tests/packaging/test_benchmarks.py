@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import AsyncMock, Mock
@@ -10,7 +11,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from benchmarks import transactions
-from benchmarks.__main__ import previous_results
+from benchmarks.__main__ import known_key, previous_results
 from benchmarks.cost_tables import STAGES as LISTED_STAGES
 from benchmarks.costs import STAGES
 from benchmarks.deployments import known_costs, predicted_rate
@@ -138,6 +139,17 @@ def test_results_of_another_machine_are_not_extended(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"machine\.cpu 'another', here 'this'"):
         previous_results(file, {"machine.cpu": "this"})
     assert previous_results(file, {"machine.cpu": "another"})["growth_2m"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"), [("kafka_nop", "did you mean kafka_noop"), ("x", "see --help")], ids=["similar", "unknown"]
+)
+def test_an_unknown_figure_on_the_command_line_is_refused_in_one_short_line(argument: str, advice: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=advice) as refused:
+        known_key(argument)
+
+    assert len(str(refused.value)) < 200
+    assert known_key("kafka_noop") == "kafka_noop"
 
 
 def test_a_prediction_without_costs_names_the_command_that_measures_them() -> None:
