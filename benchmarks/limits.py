@@ -9,8 +9,8 @@ from typing import Final
 LIMITS: Final[Mapping[str, str]] = {
     "single_fresh_c1": (
         "a single caller waits for every step. The two requests alone, without anything else of a guard, are "
-        "`single_fresh_c1_requests`: on one machine they exceed the target by 2%, on another by 42%, which leaves too "
-        "little for key, lease, attempt and result"
+        "`single_fresh_c1_requests`: on one machine they just reach the target, on another they exceed it by 42%. That "
+        "leaves too little for key, lease, attempt and result"
     ),
     "single_duplicate_c1": (
         "a single caller waits for every step. The request alone, without anything else of a guard, is "
@@ -61,8 +61,8 @@ LIMITS: Final[Mapping[str, str]] = {
     ),
     "sql_inbox_core": (
         "two bare statements on the same connection, without any guard, are `sql_inbox_statements`: each is a round "
-        "trip, and they leave a tenth of the time that the target allows for key, request, verdict and result, which "
-        "take twice that"
+        "trip. On one machine they leave a tenth of the time that the target allows for key, request, verdict and "
+        "result, which take twice that; on another they alone miss the target"
     ),
     "sql_inbox_session": "as for `sql_inbox_core`, with another 20 calls to get the connection from the session",
 }
