@@ -9,7 +9,7 @@ import pytest
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.lanes import Ordering
 from tests.support.fake_worker import running
-from tests.support.guarded import guarded
+from tests.support.guarded import LEASE, guarded
 from tests.support.pipelines import TOPIC, ParcelSent, all_committed, dispatcher_of, key_of, sent
 
 DRAIN = 5
@@ -43,3 +43,35 @@ async def test_an_outcome_is_recorded_when_the_store_is_back(ordering: Ordering)
         await worker.consumer.give([TOPIC])
         await worker.until(lambda: all_committed(worker))
     assert len(handled) == 1
+
+
+@pytest.mark.parametrize(("outage", "is_recorded"), [(OUTAGE, True), (3 * LEASE, False)], ids=["short", "long"])
+@virtual_time
+async def test_a_stopping_service_waits_for_the_store_until_the_lease_ends_at_most(
+    caplog: pytest.LogCaptureFixture, outage: float, is_recorded: bool
+) -> None:
+    here, started, ended = guarded(), asyncio.Event(), asyncio.Event()
+
+    async def handle(_: ParcelSent) -> None:
+        started.set()
+        await asyncio.sleep(HANDLING)
+        ended.set()
+
+    async def fail_for_a_while() -> None:
+        with here.store.outage():
+            await asyncio.sleep(outage)
+
+    async with running(dispatcher_of(handle, here), sent(1), ordering="none", drain_timeout_seconds=DRAIN) as worker:
+        await started.wait()
+        await worker.consumer.take([TOPIC])
+        failing = asyncio.create_task(fail_for_a_while())
+        await ended.wait()
+    before = asyncio.get_running_loop().time()
+    await here.manager.close()
+    waited = asyncio.get_running_loop().time() - before
+
+    await failing
+    [record] = await here.store.get([key_of(here, 0)])
+    assert (record is not None and record.status == "completed") == is_recorded
+    assert ("its outcome is not recorded" in caplog.text) != is_recorded
+    assert 0 < waited <= LEASE
