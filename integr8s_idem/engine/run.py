@@ -227,7 +227,7 @@ class Run(ActiveRun):
         return failed
 
     async def complete(self, returned: Returned[T]) -> Executed[T]:
-        """Record the result of the function.
+        """Record the result of the function; if the caller is cancelled, in the background.
 
         Raises:
             ResultNotStoredError: Only without `wait_for_store`: the work is done, but the outcome is not recorded.
@@ -241,6 +241,10 @@ class Run(ActiveRun):
                     await services.client.write_outcome(self.work, completion, lease.deadline, wait)
                 if services.cache is not None:
                     self.keep(completion, began_at)
+        except asyncio.CancelledError:
+            if lease is not None and completion is not None:
+                self._services.client.complete_later(self.work, completion, lease.deadline)
+            raise
         finally:
             self.among.remove(self)
         return Executed(returned.value, self.attempt.number)

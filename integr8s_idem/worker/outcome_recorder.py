@@ -112,11 +112,8 @@ class OutcomeRecorder:
         if self._tasks.has_succeeded(task):
             return
         self._is_recording = False
-        # The handlers have succeeded: record that in the background.
         left, self._returned = self._returned, []
-        for item, returned in left:
-            returned.run.complete_later(returned)
-            self._conclusions.abandon(item)
+        self._record_later(left)
 
     async def _record_together(self, returned: Sequence[tuple[WorkItem, Returned[Any]]]) -> None:
         try:
@@ -131,8 +128,7 @@ class OutcomeRecorder:
                 self._conclusions.broken(item, error)
             return
         except BaseException:
-            for item, _ in returned:
-                self._conclusions.abandon(item)
+            self._record_later(returned)
             raise
         recorded: list[tuple[WorkItem, int]] = []
         others: list[tuple[WorkItem, Returned[Any]]] = []
@@ -145,11 +141,16 @@ class OutcomeRecorder:
         for item, each in others:
             self._record_alone(item, each)
 
+    def _record_later(self, returned: Sequence[tuple[WorkItem, Returned[Any]]]) -> None:
+        """Record in the background that handlers have succeeded, for deliveries that nobody waits for any more."""
+        for item, each in returned:
+            each.run.complete_later(each)
+            self._conclusions.abandon(item)
+
     def _record_alone(self, item: WorkItem, returned: Returned[Any]) -> None:
         """Record one outcome that was not recorded with its batch, and retry until the store responds."""
-        if item.delivery.assignment.ended:  # so nobody waits for the delivery any more
-            returned.run.complete_later(returned)
-            self._conclusions.abandon(item)
+        if item.delivery.assignment.ended:
+            self._record_later([(item, returned)])
             return
 
         def ended(_: asyncio.Task[None]) -> None:

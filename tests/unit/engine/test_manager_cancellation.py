@@ -343,3 +343,16 @@ async def test_two_leases_that_expire_together_are_lost_by_the_outer_run() -> No
         await here.manager.run("outer", outer)
 
     assert job.finished == 0
+
+
+@virtual_time
+async def test_the_outcome_of_a_caller_that_is_cancelled_while_the_store_fails_is_recorded() -> None:
+    here, job = guarded(), Job()
+    here.store.down = {"complete"}
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await asyncio.sleep(1)
+    await leave(running)
+    here.store.down = set()
+
+    assert await here.manager.run("order:1", job) == "receipt-1"
+    assert job.runs == 1
