@@ -368,6 +368,8 @@ class Executor(RunServices):
     async def complete_together(self, returned: Sequence[Returned[Any]], *, shielded: bool = True) -> list[bool]:
         """Record outcomes in one round trip.  `False`: not recorded; call `Run.complete` to handle the cause.
 
+        If the caller is cancelled, they are recorded in the background.
+
         `shielded`: see `StoreClient.complete_together`.
 
         Raises:
@@ -380,6 +382,10 @@ class Executor(RunServices):
             done = [each for each, is_written in zip(returned, written, strict=True) if is_written]
         except StoreError:
             raise  # the caller completes them individually
+        except asyncio.CancelledError:
+            for each in returned:
+                each.run.complete_later(each)
+            raise
         except BaseException:
             self.runs.remove(*[each.run for each in returned])
             raise

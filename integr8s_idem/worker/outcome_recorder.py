@@ -127,8 +127,9 @@ class OutcomeRecorder:
             for item, _ in returned:
                 self._conclusions.broken(item, error)
             return
-        except BaseException:
-            self._record_later(returned)
+        except BaseException:  # if it is a cancellation, the executor records them in the background
+            for item, _ in returned:
+                self._conclusions.abandon(item)
             raise
         recorded: list[tuple[WorkItem, int]] = []
         others: list[tuple[WorkItem, Returned[Any]]] = []

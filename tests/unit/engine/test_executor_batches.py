@@ -130,6 +130,24 @@ async def test_an_error_after_the_caller_was_cancelled_is_ignored(verb: str, cap
     assert not [record for record in caplog.records if "never retrieved" in record.message]
 
 
+@virtual_time
+async def test_outcomes_whose_writer_is_cancelled_while_the_store_does_not_answer_are_written_later() -> None:
+    here = guarded()
+    done = await all_performed(here, 4)
+    here.store.held["complete"], here.store.down = asyncio.Event(), {"complete"}
+    writing = asyncio.create_task(here.manager.executor.complete_together(done))
+    await turns(3)
+    writing.cancel()
+    await asyncio.wait({writing})
+    here.store.held["complete"].set()
+    await asyncio.sleep(5)
+    here.store.down = set()
+    await here.manager.close()
+
+    records = await here.store.get([each.completion.reservation.key for each in done if each.completion is not None])
+    assert [record and record.status for record in records] == ["completed"] * 4
+
+
 @pytest.mark.parametrize("steps", range(6))
 @virtual_time
 async def test_outcomes_are_written_even_if_the_writer_is_cancelled(steps: int) -> None:
