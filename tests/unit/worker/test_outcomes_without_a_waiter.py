@@ -9,7 +9,7 @@ import pytest
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.lanes import Ordering
 from tests.support.fake_worker import running
-from tests.support.guarded import LEASE, guarded
+from tests.support.guarded import LEASE, Guarded, guarded
 from tests.support.pipelines import TOPIC, ParcelSent, all_committed, dispatcher_of, key_of, sent
 
 DRAIN = 5
@@ -17,6 +17,11 @@ HANDLING = 8
 """Seconds: longer than a revocation waits for handlers."""
 OUTAGE = 5
 """Seconds, which include the end of the handler; less than what is left of the lease then."""
+
+
+async def fail_for(here: Guarded, seconds: float) -> None:
+    with here.store.outage():
+        await asyncio.sleep(seconds)
 
 
 @pytest.mark.parametrize("ordering", ["none", "partition", "key"])
@@ -57,14 +62,10 @@ async def test_a_stopping_service_waits_for_the_store_until_the_lease_ends_at_mo
         await asyncio.sleep(HANDLING)
         ended.set()
 
-    async def fail_for_a_while() -> None:
-        with here.store.outage():
-            await asyncio.sleep(outage)
-
     async with running(dispatcher_of(handle, here), sent(1), ordering="none", drain_timeout_seconds=DRAIN) as worker:
         await started.wait()
         await worker.consumer.take([TOPIC])
-        failing = asyncio.create_task(fail_for_a_while())
+        failing = asyncio.create_task(fail_for(here, outage))
         await ended.wait()
     before = asyncio.get_running_loop().time()
     await here.manager.close()
@@ -131,13 +132,9 @@ async def test_an_outcome_that_waits_for_the_store_when_the_service_stops_is_rec
         started.set()
         await asyncio.sleep(1)
 
-    async def fail_for_a_while() -> None:
-        with here.store.outage():
-            await asyncio.sleep(DRAIN + OUTAGE)
-
     async with running(dispatcher_of(handle, here), sent(1), ordering=ordering, drain_timeout_seconds=DRAIN):
         await started.wait()
-        failing = asyncio.create_task(fail_for_a_while())
+        failing = asyncio.create_task(fail_for(here, DRAIN + OUTAGE))
         await asyncio.sleep(2)
     assert not failing.done(), "the worker gives the outcome up to a task in the background"
     await here.manager.close()
