@@ -241,10 +241,6 @@ class Run(ActiveRun):
                     await services.client.write_outcome(self.work, completion, lease.deadline, wait)
                 if services.cache is not None:
                     self.keep(completion, began_at)
-        except asyncio.CancelledError:
-            if lease is not None and completion is not None:
-                self._services.client.complete_later(self.work, completion, lease.deadline)
-            raise
         finally:
             self.among.remove(self)
         return Executed(returned.value, self.attempt.number)
@@ -278,7 +274,7 @@ class Run(ActiveRun):
         lease, completion = self.lease, returned.completion
         assert lease is not None
         assert completion is not None
-        self._services.client.complete_later(self.work, completion, lease.deadline)
+        self._services.client.write_later(self.work, completion, lease.deadline)
         self._end()
 
     # Work between two callbacks.

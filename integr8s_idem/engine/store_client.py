@@ -152,19 +152,6 @@ class StoreClient:
         call = self._repository.complete(completions)
         return await (self._shielded(call) if shielded else call)
 
-    def complete_later(self, work: Work, completion: Completion, deadline: float) -> None:
-        """Record a completion in the background.  While the store is down, retry until the lease ends.
-
-        `deadline`: the end of the lease, by the event loop's clock.
-        """
-        self.in_background(self._complete_unawaited(work, completion, deadline))
-
-    async def _complete_unawaited(self, work: Work, completion: Completion, deadline: float) -> None:
-        try:
-            await self.write_outcome(work, completion, deadline, None)
-        except (StoreError, LeaseLostError, ResultNotStoredError) as error:
-            logger.warning("work has ended, but its outcome is not recorded, so it may run again: %s", error)
-
     async def release_together(self, reservations: Sequence[Reserved]) -> list[bool]:
         """Release reservations in one call, which continues if the caller is cancelled."""
         if not reservations:
@@ -234,8 +221,32 @@ class StoreClient:
     ) -> None:
         """Write the outcome and retry while the store is down, so that a brief outage does not fail the work.
 
+        If the caller is cancelled, the outcome is written in the background.
+
         `deadline`: the end of the lease, including renewals, by the event loop's clock.
         """
+        try:
+            await self._write(work, outcome, deadline, wait_for_store)
+        except asyncio.CancelledError:
+            self.write_later(work, outcome, deadline)
+            raise
+
+    def write_later(self, work: Work, outcome: Completion | Failure, deadline: float) -> None:
+        """Write the outcome in the background.  While the store is down, retry until the lease ends.
+
+        `deadline`: the end of the lease, by the event loop's clock.
+        """
+        self.in_background(self._write_unawaited(work, outcome, deadline))
+
+    async def _write_unawaited(self, work: Work, outcome: Completion | Failure, deadline: float) -> None:
+        try:
+            await self._write(work, outcome, deadline, None)
+        except (StoreError, LeaseLostError, ResultNotStoredError) as error:
+            logger.warning("work has ended, but its outcome is not recorded, so it may run again: %s", error)
+
+    async def _write(
+        self, work: Work, outcome: Completion | Failure, deadline: float, wait_for_store: WaitForStore | None
+    ) -> None:
         pause = FIRST_PAUSE
         while True:
             try:

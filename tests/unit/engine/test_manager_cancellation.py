@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
+from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.engine.work import Executed, HandlerFailed, Work
-from integr8s_idem.errors import LeaseLostError, StoreUnavailableError
+from integr8s_idem.errors import LeaseLostError, PermanentError, StoreUnavailableError
+from integr8s_idem.failures import discard
 from integr8s_idem.keys import Key
 from integr8s_idem.records import IdempotencyStatus, InProgress
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
@@ -355,4 +357,30 @@ async def test_the_outcome_of_a_caller_that_is_cancelled_while_the_store_fails_i
     here.store.down = set()
 
     assert await here.manager.run("order:1", job) == "receipt-1"
+    assert job.runs == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "verb", "status"),
+    [
+        (PermanentError("no such account"), "fail", IdempotencyStatus.FAILED),
+        (KeyError("unknown"), "complete", IdempotencyStatus.COMPLETED),
+    ],
+    ids=["final", "discarded"],
+)
+@virtual_time
+async def test_the_final_failure_of_a_caller_that_is_cancelled_while_the_store_fails_is_recorded(
+    error: Exception, verb: str, status: IdempotencyStatus
+) -> None:
+    here, job = guarded(), Job(errors=[error])
+    work = Work(Key.of("order:1"), failures=FailurePolicy((discard(KeyError),)))
+    here.store.down = {verb}
+    running = asyncio.create_task(here.manager.execute(work, job.with_attempt))
+    await asyncio.sleep(1)
+    await leave(running)
+    here.store.down = set()
+
+    await here.manager.close()
+
+    assert (await here.record()).status is status
     assert job.runs == 1
