@@ -169,8 +169,8 @@ class MessageRuns:
         """
         lost = self._stop()
         held = [run for run, _ in self._open if run not in lost]
-        unrecorded = [run.finish(value) for run in held] if len(held) == 1 else await self._finish_together(held)
-        return [*lost.values(), *await _ends_of(unrecorded)]
+        ends = await (_ends_of([held[0].finish(value)]) if len(held) == 1 else self._finish_together(held))
+        return [*lost.values(), *ends]
 
     async def fail(self, error: Exception) -> list[tuple[Run, Any, object]]:
         """Record that the work has failed; return the runs that had not lost their leases, their records and ends."""
@@ -185,8 +185,8 @@ class MessageRuns:
         for run, _ in runs:
             run.release()
 
-    async def _finish_together(self, runs: Sequence[Run]) -> list[Coroutine[Any, Any, object]]:
-        """Record the outcomes of a batch in one call, and return calls that record those that were not written.
+    async def _finish_together(self, runs: Sequence[Run]) -> list[object]:
+        """Record the outcomes of a batch in one call, and then those that were not written; return their ends.
 
         The rows of a batch may have been committed together: a crash must not leave some of its records incomplete.
         """
@@ -195,7 +195,14 @@ class MessageRuns:
             written = await self._manager.executor.complete_together(returned)
         except StoreError:
             written = [False] * len(returned)
-        return [each.run.complete(each) for each, is_written in zip(returned, written, strict=True) if not is_written]
+        unwritten = [each for each, is_written in zip(returned, written, strict=True) if not is_written]
+        try:
+            return await _ends_of([each.run.complete(each) for each in unwritten])
+        except asyncio.CancelledError:
+            for each in unwritten:
+                if not each.run.is_over:  # its task was cancelled before it started
+                    each.run.complete_later(each)
+            raise
 
     def _stop(self, error: Exception | None = None) -> dict[Run, LeaseLostError]:
         """Stop the timers of all runs, so that none of them cancels this task while it waits for their outcomes.
