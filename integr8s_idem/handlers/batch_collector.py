@@ -15,7 +15,7 @@ from typing import Any
 
 from integr8s_idem._util.futures import fail_future
 from integr8s_idem.engine.active_runs import ActiveRun, check_start
-from integr8s_idem.engine.leases import LateStartError
+from integr8s_idem.engine.leases import HeldLease, LateStartError
 from integr8s_idem.engine.results import materialized
 from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import ApplicationError, PartialFailureError
@@ -40,6 +40,30 @@ class Member:
     """The context in which the event is handled."""
     end: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The result of the batch for this event, or its error."""
+    batch: asyncio.Task[None] | None = None
+    """Calls the handler; `None` before that, and if it does so without this event."""
+    was_cancelled: bool = False
+    """Whether its caller was cancelled, and waits for the end of the batch."""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether nobody needs the result of the handler for this event."""
+        return self.was_cancelled or self.batch is None
+
+    def holds(self, lease: HeldLease) -> bool:
+        """Whether `lease` is that of its run."""
+        return self.run is not None and self.run.lease is lease
+
+    def leave(self, error: BaseException) -> None:
+        """End without the handler, with an error of any kind."""
+        self.batch = None
+        fail_future(self.end, error)
+
+    def open_end(self) -> asyncio.Future[Any]:
+        """Return `end`, or its successor if the caller was cancelled in this turn, which has cancelled `end`."""
+        if self.end.done():
+            self.end = asyncio.get_running_loop().create_future()
+        return self.end
 
     def log_fields(self) -> Mapping[str, object]:
         """Return the fields of log records about it."""
@@ -59,25 +83,50 @@ class BatchCollector:
         self._name = name
         self._waiting: list[Member] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._batches: set[asyncio.Task[None]] = set()
+        self._batches: dict[asyncio.Task[None], Sequence[Member]] = {}
 
     async def join(self, member: Member) -> Any:
-        """Add `member` to a batch, and return its result or raise its error."""
+        """Add `member` to a batch, and return its result or raise its error.
+
+        If the caller is cancelled after the batch has begun, it waits for the end of the batch all the same: the
+        handler may succeed, and nobody else may handle the event until then.  A batch whose callers are all cancelled
+        is cancelled, too.
+        """
+        self._add(member)
+        while True:
+            end = member.end
+            try:
+                return await end
+            except asyncio.CancelledError:
+                has_ended = member.end is not end or not end.cancelled()  # in the turn of the cancellation
+                if has_ended and not member.end.cancelled() and member.end.exception() is None:
+                    return member.end.result()
+                if has_ended or not self._stay(member):
+                    raise
+
+    def _add(self, member: Member) -> None:
         if member.attempt.number > 1:
             # This event or another one of its batch has failed: run it alone to find out which.
             self._begin([member])
-        else:
-            self._waiting.append(member)
-            if len(self._waiting) >= self._size.most:
-                self._flush()
-            elif self._timer is None:
-                loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(self._size.wait.total_seconds(), self._flush)
-        try:
-            return await member.end
-        finally:
-            if member in self._waiting:
-                self._waiting.remove(member)
+            return
+        self._waiting.append(member)
+        if len(self._waiting) >= self._size.most:
+            self._flush()
+        elif self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._size.wait.total_seconds(), self._flush)
+
+    def _stay(self, member: Member) -> bool:
+        """Let a member whose caller was cancelled wait for the end of its batch; `False` if none is in progress."""
+        if member in self._waiting:
+            self._waiting.remove(member)
+        batch = member.batch
+        if batch is None or batch.done():
+            return False
+        member.was_cancelled, member.end = True, asyncio.get_running_loop().create_future()
+        if all(each.has_left for each in self._batches[batch]):
+            batch.cancel()
+        return True
 
     def _flush(self) -> None:
         if self._timer is not None:
@@ -91,44 +140,36 @@ class BatchCollector:
         # A new context, since the batch does not belong to the run of a single member.
         context = Context()
         context.run(SOURCE.set, CommonSource(members))
-        task = asyncio.get_running_loop().create_task(self._settle(members), context=context)
-        self._batches.add(task)
-        task.add_done_callback(self._batches.discard)
+        batch = asyncio.get_running_loop().create_task(self._settle(members), context=context)
+        self._batches[batch] = members
         for member in members:
-            member.end.add_done_callback(lambda _: self._cancel_if_abandoned(task, members))
+            member.batch = batch
+        batch.add_done_callback(self._ended)
 
-    def _cancel_if_abandoned(self, task: asyncio.Task[None], members: Sequence[Member]) -> None:
-        """Cancel a batch when no member waits for it, for example because all leases are lost."""
-        if all(member.end.cancelled() for member in members):
-            task.cancel()
+    def _ended(self, batch: asyncio.Task[None]) -> None:
+        for member in self._batches.pop(batch):
+            member.end.cancel()  # has no effect unless the batch was cancelled before it started
 
-    async def _settle(self, gathered: Sequence[Member]) -> None:
-        members = [member for member in gathered if _may_start(member)]
-        if not members:
+    async def _settle(self, members: Sequence[Member]) -> None:
+        while members := [member for member in members if _may_start(member)]:
+            try:
+                results, failures = await self._run_batch(members)
+            except Exception as error:  # noqa: BLE001  # raised for each member
+                if isinstance(error, LateStartError) and any(each.holds(error.lease) for each in members):
+                    continue  # a lease became too short since the check: the handler has not started
+                _note_failed_together(members)
+                results, failures = [None] * len(members), dict.fromkeys(range(len(members)), error)
+            except BaseException as error:
+                # Such as a cancellation by the handler itself: the members must not wait for ever.
+                for member in members:
+                    fail_future(member.open_end(), error)
+                raise
+            for index, member in enumerate(members):
+                if index in failures:
+                    fail_future(member.open_end(), failures[index])
+                else:
+                    member.open_end().set_result(results[index])
             return
-        try:
-            results, failures = await self._run_batch(members)
-        except LateStartError:
-            # A lease became too short since the check: none of the members has started, and each is reserved again.
-            results = [None] * len(members)
-            failures = {
-                index: LateStartError(member.run.lease)
-                for index, member in enumerate(members)
-                if member.run and member.run.lease
-            }
-        except Exception as error:  # noqa: BLE001  # raised for each member
-            _note_failed_together(members)
-            results, failures = [None] * len(members), dict.fromkeys(range(len(members)), error)
-        except BaseException as error:
-            # Such as a cancellation by the handler itself: the members must not wait for ever.
-            for member in members:
-                fail_future(member.end, error)
-            raise
-        for index, member in enumerate(members):
-            if index in failures:
-                fail_future(member.end, failures[index])
-            elif not member.end.done():
-                member.end.set_result(results[index])
 
     async def _run_batch(self, members: Sequence[Member]) -> tuple[Sequence[Any], Mapping[int, Exception]]:
         """Run the handler, and return the results of all members and the errors of failed ones by index."""
@@ -166,10 +207,13 @@ def _note_failed_together(members: Sequence[Member]) -> None:
 
 
 def _may_start(member: Member) -> bool:
-    """Whether enough of the member's lease is left; otherwise it is reserved again, without the rest of the batch."""
+    """Whether the member is still part of its batch; one whose lease is late is reserved again, without the rest."""
+    if member.was_cancelled or member.end.cancelled():
+        member.leave(asyncio.CancelledError())
+        return False
     try:
         check_start(member.run)
     except LateStartError as error:
-        fail_future(member.end, error)
+        member.leave(error)
         return False
-    return not member.end.done()
+    return True

@@ -17,7 +17,14 @@ from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed, Outcome
 from integr8s_idem.errors import ApplicationError, PartialFailureError
 from integr8s_idem.handlers.batch_collector import BatchCollector, Member
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
-from integr8s_idem.handlers.handler_calls import Batch, BatchSize
+from integr8s_idem.handlers.handler_calls import (
+    Batch,
+    BatchCall,
+    BatchSize,
+    HandlerCall,
+    RegisteredHandler,
+    call_with_event,
+)
 from integr8s_idem.handlers.outgoing import Outgoing
 from integr8s_idem.integrations.dishka import (
     DispatcherProvider,
@@ -31,6 +38,7 @@ from integr8s_idem.integrations.dishka import (
 from integr8s_idem.records import Completed
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import Guarded, guarded
+from tests.support.stalling import ManualClock
 
 
 class OrderPlaced(BaseEvent):
@@ -74,6 +82,12 @@ async def _attempts(here: Guarded, index: Index, events: Sequence[OrderPlaced]) 
     dispatcher = IdempotentEventDispatcher(index.router, here.manager)
     executions = [execution for event in events for execution in dispatcher.executions(event)]
     return list(await asyncio.gather(*(execution.attempt() for execution in executions)))
+
+
+def _begun(here: Guarded, router: EventRouter, *names: str) -> list[asyncio.Task[Outcome[Any]]]:
+    """Begin an attempt of each event."""
+    dispatcher = IdempotentEventDispatcher(router, here.manager)
+    return [asyncio.create_task(dispatcher.executions(event)[0].attempt()) for event in _events(*names)]
 
 
 @virtual_time
@@ -186,7 +200,7 @@ async def test_a_cancelled_event_does_not_affect_the_rest_of_its_batch() -> None
     tasks[1].cancel()
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(ends[0], asyncio.CancelledError)
-    assert isinstance(ends[1], asyncio.CancelledError)
+    assert ends[1] == Executed("B", 1), "the handler has indexed it"
     assert ends[2] == Executed("C", 1)
     assert index.batches == [["b", "c"]]
 
@@ -211,6 +225,107 @@ async def test_a_batch_is_cancelled_when_all_its_events_are() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.sleep(0.01)
     assert ended == ["stopped"]
+
+
+@virtual_time
+async def test_a_batch_that_is_cancelled_keeps_its_keys_until_its_handler_has_ended() -> None:
+    here, router = guarded(), EventRouter()
+
+    @router.on_batch(OrderPlaced, max_size=2)
+    async def slow(events: Sequence[OrderPlaced]) -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(5)  # stopping takes a while
+
+    tasks = _begun(here, router, "a", "b")
+    await asyncio.sleep(1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.sleep(4)
+
+    assert await here.manager.count_active() == 2
+    await asyncio.wait(tasks)
+    await here.manager.close()
+    assert await here.manager.count_active() == 0
+    assert all(task.cancelled() for task in tasks)
+
+
+@virtual_time
+async def test_a_batch_handler_that_catches_its_cancellation_has_succeeded() -> None:
+    here, router = guarded(), EventRouter()
+
+    @router.on_batch(OrderPlaced, max_size=2)
+    async def stubborn(events: Sequence[OrderPlaced]) -> list[str]:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            return [event.order_id.upper() for event in events]
+        raise AssertionError
+
+    tasks = _begun(here, router, "a", "b")
+    await asyncio.sleep(1)
+    for task in tasks:
+        task.cancel()
+
+    assert await asyncio.gather(*tasks) == [Executed("A", 1), Executed("B", 1)]
+
+
+@pytest.mark.parametrize("steps", range(25))
+@virtual_time
+async def test_events_cancelled_at_any_step_are_completed_if_their_handler_has_returned(steps: int) -> None:
+    here, router, indexed = guarded(), EventRouter(), list[str]()
+
+    @router.on_batch(OrderPlaced, max_size=3)
+    async def index(events: Sequence[OrderPlaced]) -> None:
+        await asyncio.sleep(0)
+        indexed.extend(event.order_id for event in events)
+
+    tasks = _begun(here, router, "a", "b", "c")
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    for task in tasks[: steps % 3 + 1]:
+        task.cancel()
+    async with asyncio.timeout(10):
+        await asyncio.wait(tasks)
+        await here.manager.close()
+
+    completed = [
+        event.order_id
+        for event in _events("a", "b", "c")
+        if isinstance(await IdempotentEventDispatcher(router, here.manager).executions(event)[0].attempt(), Completed)
+    ]
+    assert completed == indexed[: len(completed)]
+    assert sorted(indexed) == ["a", "b", "c"], "none is handled twice"
+
+
+@virtual_time
+async def test_an_event_without_a_lease_is_handled_if_the_lease_of_another_one_is_late() -> None:
+    clock, stalls = ManualClock(), [True]
+    here, router, indexed = guarded(clock=clock, on_store_error="open"), EventRouter(), list[str]()
+
+    async def stalled(handler: RegisteredHandler, call: HandlerCall | BatchCall) -> Any:
+        if stalls:
+            stalls.clear()
+            clock.leap()
+        return await call_with_event(handler, call)
+
+    @router.on_batch(OrderPlaced, max_size=2)
+    async def index(events: Sequence[OrderPlaced]) -> None:
+        indexed.extend(event.order_id for event in events)
+
+    dispatcher = IdempotentEventDispatcher(router, here.manager, invoke=stalled)
+    guarded_one, unguarded = (dispatcher.executions(event)[0] for event in _events("a", "b"))
+    first = asyncio.create_task(guarded_one.attempt())
+    await asyncio.sleep(0.01)
+    here.store.down = {"reserve"}
+    second = asyncio.create_task(unguarded.attempt())
+    await asyncio.sleep(0.01)
+    here.store.down = set()
+
+    assert isinstance(await first, Executed)
+    assert isinstance(await second, Executed)
+    assert sorted(indexed) == ["a", "b"]
 
 
 @virtual_time
