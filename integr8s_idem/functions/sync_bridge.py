@@ -29,7 +29,7 @@ Here: TypeAlias = Callable[[Callable[[], Any], Attempt], Awaitable[Any]]
 The function is not called if the lease of the attempt is about to expire.
 """
 
-_Job: TypeAlias = Callable[[], None]
+Job: TypeAlias = Callable[[], None]
 
 
 class _Loop:
@@ -105,9 +105,9 @@ def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[
         BaseException: Any error of `guard`.
     """
     forks = fork_count()
-    jobs: SimpleQueue[_Job | None] = SimpleQueue()
+    jobs: SimpleQueue[Job | None] = SimpleQueue()
     guarding = asyncio.run_coroutine_threadsafe(
-        guard(lambda function, attempt: _run_in_caller(function, attempt, jobs)), loop
+        guard(lambda function, attempt: run_in_caller(function, attempt, jobs)), loop
     )
     guarding.add_done_callback(lambda _: jobs.put(None))
     try:
@@ -130,22 +130,36 @@ def _start(function: Callable[[], Any], attempt: Attempt) -> Any:
     return function()
 
 
-async def _run_in_caller(function: Callable[[], Any], attempt: Attempt, jobs: SimpleQueue[_Job | None]) -> Any:
+async def run_in_caller(function: Callable[[], Any], attempt: Attempt, jobs: SimpleQueue[Job | None]) -> Any:
+    """Run `function` in the thread that takes its job.
+
+    If the guard is cancelled after the function has started, it waits for it all the same: a thread cannot be
+    cancelled, its function may succeed, and nobody else may run it until then.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
     context = copy_context()
-
-    def return_value(value: object) -> None:
-        if not done.done():  # the guard may have been cancelled
-            done.set_result(value)
+    decided = threading.Lock()
+    """Acquired by what comes first, the start of the function or a cancellation."""
 
     def job() -> None:
+        if not decided.acquire(blocking=False):
+            return
         try:
             value = context.run(_start, function, attempt)
         except Exception as error:  # noqa: BLE001  # raised by the awaiting guard
             loop.call_soon_threadsafe(fail_future, done, error)
+        except BaseException:  # interrupted
+            loop.call_soon_threadsafe(done.cancel)
+            raise
         else:
-            loop.call_soon_threadsafe(return_value, value)
+            loop.call_soon_threadsafe(done.set_result, value)
 
     jobs.put(job)
-    return await done
+    while not done.done():
+        try:
+            await asyncio.wait({done})  # unlike `await done`, this does not cancel the future
+        except asyncio.CancelledError:
+            if decided.acquire(blocking=False):
+                raise
+    return done.result()

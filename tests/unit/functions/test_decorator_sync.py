@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 
 import pytest
 from dishka import Provider, Scope, make_async_container
 
 from integr8s_idem import IdempotencyManager
+from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import (
     ApplicationError,
 )
 from integr8s_idem.functions.decorator import idempotent
+from integr8s_idem.functions.sync_bridge import run_in_caller
 from tests.support.guarded import plain_manager
 
 
@@ -105,6 +109,49 @@ def test_an_interrupted_plain_function_releases_its_key() -> None:
     with pytest.raises(KeyboardInterrupt):
         work("x")
     assert work("x") == 2
+
+
+async def test_a_plain_function_keeps_its_key_until_it_has_ended_even_if_its_guard_is_cancelled() -> None:
+    manager, started, go, runs = plain_manager(), asyncio.Event(), threading.Event(), list[str]()
+    loop = asyncio.get_running_loop()
+    await manager.run("other", _nothing)  # its loop is this one
+
+    @idempotent(key="{name}", manager=manager)
+    def work(name: str) -> str:
+        runs.append(name)
+        loop.call_soon_threadsafe(started.set)
+        assert go.wait(60)
+        return "done"
+
+    calling = asyncio.create_task(asyncio.to_thread(work, "x"))
+    before = asyncio.all_tasks()
+    await started.wait()
+    for guard in asyncio.all_tasks() - before:
+        guard.cancel()  # as the end of a program does
+    for _ in range(20):
+        await asyncio.sleep(0)
+    held = await manager.count_active()
+    go.set()
+
+    assert await calling == "done"
+    assert held == 1
+    assert await asyncio.to_thread(work, "x") == "done"
+    assert runs == ["x"]
+
+
+async def test_a_plain_function_does_not_start_after_its_guard_was_cancelled() -> None:
+    runs, jobs = list[str](), SimpleQueue[Callable[[], None] | None]()
+    running = asyncio.create_task(run_in_caller(lambda: runs.append("x"), Attempt("key", 1, 0, float("inf")), jobs))
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    job = jobs.get_nowait()
+    assert job is not None
+    job()
+
+    assert runs == []
 
 
 def test_decorated_plain_functions_may_call_each_other_but_not_themselves() -> None:
