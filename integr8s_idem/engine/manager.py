@@ -605,7 +605,7 @@ class IdempotencyManager:
 
     async def close(self) -> None:
         """Wait for pending writes, and stop renewing leases."""
-        for sibling in self._in_scopes.values():
+        for sibling in tuple(self._in_scopes.values()):  # more of them may be requested meanwhile
             await sibling.close()
         await self._store_client.close()
         self._leases.close()

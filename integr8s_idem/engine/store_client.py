@@ -57,6 +57,9 @@ LONGEST_PAUSE: Final = 1.0
 AT_ONCE: Final = timedelta(milliseconds=1)
 """The ttl of outcomes that are not kept: they expire before the next request."""
 
+_UNRECORDED: Final = "%s has ended, but its outcome is not recorded, so it may run again: %s"
+"""Log message."""
+
 
 class StoreClient:
     """Reserves and settles keys for one manager."""
@@ -226,13 +229,13 @@ class StoreClient:
         `deadline`: the end of the lease, including renewals, by the event loop's clock.
         """
         try:
-            await self._write(work, outcome, deadline, wait_for_store)
+            await self._write(work, outcome, deadline, wait_for_store, waits_out_refusals=False)
         except asyncio.CancelledError:
             self.write_later(work, outcome, deadline)
             raise
 
     def write_later(self, work: Work, outcome: Completion | Failure, deadline: float) -> None:
-        """Write the outcome in the background.  While the store is down, retry until the lease ends.
+        """Write the outcome in the background.  While the store is down or refuses it, retry until the lease ends.
 
         `deadline`: the end of the lease, by the event loop's clock.
         """
@@ -240,12 +243,21 @@ class StoreClient:
 
     async def _write_unawaited(self, work: Work, outcome: Completion | Failure, deadline: float) -> None:
         try:
-            await self._write(work, outcome, deadline, None)
+            await self._write(work, outcome, deadline, None, waits_out_refusals=True)
+        except asyncio.CancelledError:
+            logger.warning(_UNRECORDED, work.key.label, "the event loop ends")
+            raise
         except (StoreError, LeaseLostError, ResultNotStoredError) as error:
-            logger.warning("work has ended, but its outcome is not recorded, so it may run again: %s", error)
+            logger.warning(_UNRECORDED, work.key.label, error)
 
     async def _write(
-        self, work: Work, outcome: Completion | Failure, deadline: float, wait_for_store: WaitForStore | None
+        self,
+        work: Work,
+        outcome: Completion | Failure,
+        deadline: float,
+        wait_for_store: WaitForStore | None,
+        *,
+        waits_out_refusals: bool,
     ) -> None:
         pause = FIRST_PAUSE
         while True:
@@ -260,7 +272,7 @@ class StoreClient:
                 if wait_for_store is not None:
                     await wait_for_store(error)
                     continue
-                refused = isinstance(error, StoreConfigurationError)
+                refused = isinstance(error, StoreConfigurationError) and not waits_out_refusals
                 if refused or asyncio.get_running_loop().time() + pause > deadline:
                     raise ResultNotStoredError(work.key.label, error.reason) from error
                 await asyncio.sleep(pause)

@@ -8,13 +8,13 @@ import pytest
 
 from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.engine.work import Executed, HandlerFailed, Work
-from integr8s_idem.errors import LeaseLostError, PermanentError, StoreUnavailableError
+from integr8s_idem.errors import LeaseLostError, PermanentError, StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.failures import discard
 from integr8s_idem.keys import Key
 from integr8s_idem.records import IdempotencyStatus, InProgress
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
-from integr8s_idem.testing.virtual_time import virtual_now, virtual_time
+from integr8s_idem.testing.virtual_time import run_virtual, virtual_now, virtual_time
 from tests.support.guarded import LEASE, Guarded, Job, guarded
 from tests.support.stalling import ManualClock, StallingStore
 
@@ -384,3 +384,50 @@ async def test_the_final_failure_of_a_caller_that_is_cancelled_while_the_store_f
 
     assert (await here.record()).status is status
     assert job.runs == 1
+
+
+@virtual_time
+async def test_the_outcome_of_a_cancelled_caller_is_recorded_even_if_the_store_refuses_it_for_a_while() -> None:
+    here, job = guarded(), Job()
+    here.store.down = {"complete"}
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await asyncio.sleep(1)
+    here.store.refusal = StoreConfigurationError("complete", "the password has changed")
+    await leave(running)
+    await asyncio.sleep(10)
+    here.store.down = set()
+
+    assert await here.manager.run("order:1", job) == "receipt-1"
+    assert job.runs == 1
+
+
+def test_a_program_that_ends_before_an_outcome_is_recorded_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def program() -> None:
+        here = guarded()
+        here.store.down = {"complete"}
+        running = asyncio.create_task(here.manager.run("order:1", Job()))
+        await asyncio.sleep(1)
+        await leave(running)
+        await asyncio.sleep(1)
+
+    run_virtual(program())
+
+    assert "order:1 has ended, but its outcome is not recorded, so it may run again: the event loop ends" in caplog.text
+
+
+@virtual_time
+async def test_closing_waits_although_a_scope_is_requested_meanwhile() -> None:
+    here, job = guarded(), Job()
+    here.store.down = {"complete"}
+    for key, manager in (("a", here.manager.in_scope("shop")), ("b", here.manager)):
+        running = asyncio.create_task(manager.run(key, job))
+        await asyncio.sleep(1)
+        await leave(running)
+    closing = asyncio.create_task(here.manager.close())
+    await asyncio.sleep(1)
+
+    here.manager.in_scope("depot")
+    here.store.down = set()
+    await closing
+
+    assert (await here.record("b")).status is IdempotencyStatus.COMPLETED
