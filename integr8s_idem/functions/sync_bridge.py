@@ -98,7 +98,8 @@ def refuse_awaitable(value: object, function: Callable[..., object]) -> None:
 def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[Any, Any, T]]) -> T:
     """Run `guard` on `loop`, run the functions that it passes back in this thread, and return the result of `guard`.
 
-    If this thread is interrupted, `guard` is cancelled and releases its reservations.
+    If this thread is interrupted while no function runs, or by `KeyboardInterrupt`, `guard` is cancelled and releases
+    its reservations.
 
     Raises:
         ApplicationError: A function forked the process and returned in the child.
@@ -122,6 +123,13 @@ def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[
         guarding.cancel()
         raise
     return guarding.result()
+
+
+class _ThreadExit(BaseException):
+    """Ends the guard of a function that raised an error which is no `Exception`, as after a crash.
+
+    The error itself is raised in the thread: some, such as `SystemExit`, would end the event loop.
+    """
 
 
 def _start(function: Callable[[], Any], attempt: Attempt) -> Any:
@@ -149,8 +157,11 @@ async def run_in_caller(function: Callable[[], Any], attempt: Attempt, jobs: Sim
             value = context.run(_start, function, attempt)
         except Exception as error:  # noqa: BLE001  # raised by the awaiting guard
             loop.call_soon_threadsafe(fail_future, done, error)
-        except BaseException:  # interrupted
+        except KeyboardInterrupt:
             loop.call_soon_threadsafe(done.cancel)
+            raise
+        except BaseException as error:
+            loop.call_soon_threadsafe(done.set_exception, _ThreadExit(error))
             raise
         else:
             loop.call_soon_threadsafe(done.set_result, value)

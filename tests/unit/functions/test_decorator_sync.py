@@ -19,7 +19,7 @@ from integr8s_idem.errors import (
     ApplicationError,
 )
 from integr8s_idem.functions.decorator import idempotent
-from integr8s_idem.functions.sync_bridge import run_in_caller
+from integr8s_idem.functions.sync_bridge import own_loop, run_in_caller
 from tests.support.guarded import plain_manager
 
 
@@ -109,6 +109,36 @@ def test_an_interrupted_plain_function_releases_its_key() -> None:
     with pytest.raises(KeyboardInterrupt):
         work("x")
     assert work("x") == 2
+
+
+def test_a_plain_function_that_exits_leaves_its_key_reserved() -> None:
+    manager = plain_manager()
+
+    @idempotent(key="{name}", manager=manager)
+    def work(name: str) -> None:
+        raise SystemExit(name)
+
+    with pytest.raises(SystemExit, match="x"):
+        work("x")
+
+    @idempotent(key="{name}", manager=manager)
+    def count(name: str) -> int:
+        return asyncio.run_coroutine_threadsafe(manager.count_active(), own_loop()).result()
+
+    assert count("other") == 2, "the key of the function that exited, and that of this one"
+
+
+async def test_a_plain_function_that_returned_before_its_guard_was_cancelled_has_succeeded() -> None:
+    jobs = SimpleQueue[Callable[[], None] | None]()
+    running = asyncio.create_task(run_in_caller(lambda: "done", Attempt("key", 1, 0, float("inf")), jobs))
+    await asyncio.sleep(0)
+    job = jobs.get_nowait()
+    assert job is not None
+    job()
+
+    running.cancel()
+
+    assert await running == "done"
 
 
 async def test_a_plain_function_keeps_its_key_until_it_has_ended_even_if_its_guard_is_cancelled() -> None:
