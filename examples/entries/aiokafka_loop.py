@@ -41,6 +41,7 @@ async def consume(servers: str, manager: IdempotencyManager, count: int) -> None
                     break
     finally:
         await consumer.stop()
+        await manager.close()  # waits for outcomes that the store has not accepted yet
 
 
 async def produce(servers: str, *orders: str) -> None:

@@ -28,7 +28,7 @@ async def to_dead_letters(record: ConsumerRecord[bytes, bytes], error: Exception
 
 guard = IdempotencyMiddleware(manager, key=by_header("event_id"), given_up=to_dead_letters)
 broker = KafkaBroker("localhost:9092", middlewares=[guard], log_level=logging.DEBUG)
-app = FastStream(broker, on_startup=[lambda: guard.check(broker)])
+app = FastStream(broker, on_startup=[lambda: guard.check(broker)], after_shutdown=[manager.close])
 
 
 @broker.subscriber("orders", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)

@@ -40,7 +40,7 @@ from integr8s_idem.worker.tally import Tally
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS: Final = 15.0
-"""Timeout for closing a service's container."""
+"""Timeout for closing a service's container, which waits until outcomes are recorded."""
 
 
 class RunningService:
