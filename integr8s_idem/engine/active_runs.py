@@ -63,6 +63,11 @@ class ActiveRun:
         self.end_future: asyncio.Future[None] | None = None
         """Set by `ended`."""
 
+    @property
+    def has_started(self) -> bool:
+        """Whether it has an attempt."""
+        return hasattr(self, "attempt")
+
     def next_outbox_index(self) -> int:
         """Return the index of the next event that the attempt writes into an outbox of plain code, from 0."""
         attempt, index = getattr(self, "outbox_count", (self.attempt, 0))

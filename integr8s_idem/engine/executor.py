@@ -131,7 +131,7 @@ class Executor(RunServices):
             if run is None:
                 raise
             return run
-        for signal in _signals_of(work, verdict):
+        for signal in _note_verdict(work, verdict):
             self.observer.count(signal, work.event_type)
         if not isinstance(verdict, Reserved):
             return self.declined(work, verdict, options)
@@ -182,7 +182,8 @@ class Executor(RunServices):
             StoreError: The store did not answer; nothing was done.
             ResultNotStoredError: Only without `wait_for_store`: the work is done, but the outcome is not recorded.
             LeaseLostError: The reservation was lost during the run.
-            CancelledError: The caller was cancelled; the key has been released.
+            CancelledError: The caller was cancelled.  In the background, the key is released; or if the work has ended,
+                its outcome is recorded.
         """
         run = await self.open(work, options)
         late_starts = 0
@@ -376,8 +377,9 @@ class Executor(RunServices):
             StoreError: The store did not answer; the outcomes may have been recorded.
         """
         began_at, since = monotonic(), perf_counter()
+        completions = [each.completion for each in returned if each.completion is not None]
+        assert len(completions) == len(returned), "an outcome that is not to be recorded has no place in a batch"
         try:
-            completions = [each.completion for each in returned if each.completion is not None]
             written = await self.client.complete_together(completions, shielded=shielded)
             done = [each for each, is_written in zip(returned, written, strict=True) if is_written]
         except StoreError:
@@ -425,7 +427,7 @@ class Executor(RunServices):
         """Report the verdicts of the store, by event type."""
         counts: dict[tuple[Sequence[Signal], str], int] = {}
         for work, verdict in zip(works, verdicts, strict=True):
-            found = _signals_of(work, verdict), work.event_type
+            found = _note_verdict(work, verdict), work.event_type
             counts[found] = counts.get(found, 0) + 1
         for (signals, event_type), amount in counts.items():
             for signal in signals:
@@ -438,7 +440,7 @@ _TAKEOVER: Final = (Signal.TAKEOVER,)
 _HIT_AND_TAKEOVER: Final = (Signal.TAKEOVER, Signal.CACHE_HIT)
 
 
-def _signals_of(work: Work, verdict: Verdict) -> tuple[Signal, ...]:
+def _note_verdict(work: Work, verdict: Verdict) -> tuple[Signal, ...]:
     """Note in `work` that the store has answered, and return what to count."""
     is_first, work.known, work.unstarted = not work.known, True, None
     if not isinstance(verdict, Reserved):

@@ -124,7 +124,8 @@ class IdempotencyManager:
         self._clock = clock
         self._in_scopes: dict[str, IdempotencyManager] = {}
         self._store_client = StoreClient(self.config, self.measured_repository, observer, scope, self.owner)
-        self._leases = LeaseKeeper(self.measured_repository, scope, self._store_client.reserved_anew, observer, clock)
+        reserve_vanished = self._store_client.reserve_vanished
+        self._leases = LeaseKeeper(self.measured_repository, scope, reserve_vanished, observer, clock)
         self._batch_leases = BatchLeases()
         self.executor = Executor(self.config, self._store_client, self._leases, observer)
         """Executes single attempts, for code that settles deliveries."""

@@ -219,11 +219,11 @@ class Run(ActiveRun):
     async def _raised(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded | NotStarted | None:
         """End a run whose function has raised `error`; `None` if the work has not failed: re-raise the error."""
         if isinstance(error, LateStartError) and error.lease is lease:
-            self._end()
+            self._leave()
             return self.not_started()
         failed = await self._failed(lease, error)
         if failed is not None:
-            self._end()
+            self._leave()
         return failed
 
     async def complete(self, returned: Returned[T]) -> Executed[T]:
@@ -242,7 +242,7 @@ class Run(ActiveRun):
                 if services.cache is not None:
                     self.keep(completion, began_at)
         finally:
-            self.among.remove(self)
+            self._leave()
         return Executed(returned.value, self.attempt.number)
 
     def keep(self, completion: Completion, began_at: float) -> None:
@@ -266,7 +266,7 @@ class Run(ActiveRun):
 
     def unrecorded(self, returned: Returned[T]) -> Executed[T]:
         """Return the outcome of a run without a reservation, or that wrote its outcome itself, and end the run."""
-        self._end()
+        self._leave()
         return Executed(returned.value, self.attempt.number)
 
     def complete_later(self, returned: Returned[Any]) -> None:
@@ -275,7 +275,7 @@ class Run(ActiveRun):
         assert lease is not None
         assert completion is not None
         self._services.client.write_later(self.work, completion, lease.deadline)
-        self._end()
+        self._leave()
 
     # Work between two callbacks.
 
@@ -285,7 +285,7 @@ class Run(ActiveRun):
         if lease is None:
             return self.attempt
         attempt = self._begin_attempt(lease)
-        self._services.runs.add(self)
+        self.among.add(self)
         lease.enter(owner)
         work = self.work
         phase = self._services.observer.phase(
@@ -296,7 +296,7 @@ class Run(ActiveRun):
 
     def within(self) -> AbstractContextManager[None]:
         """Make the block part of the run: it may use its steps, and must not request its own key."""
-        return nullcontext() if self.lease is None else self._services.runs.within(self)
+        return nullcontext() if self.lease is None else self.among.within(self)
 
     def raise_if_lost(self) -> None:
         """Raise if the lease is lost, and withdraw the cancellation of the owner.
@@ -309,7 +309,7 @@ class Run(ActiveRun):
             self.stop()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Stop the timer of the work, which has raised `error`: the owner is no longer cancelled.
+        """Stop the timer of the work, which may have raised `error`: the owner is no longer cancelled.
 
         `finish` and `fail` call it first.  To run them in other tasks, call it before in the owner.
 
@@ -322,7 +322,7 @@ class Run(ActiveRun):
         lost = lease.leave()
         self._phase.end(error)
         if lost:
-            self._end()
+            self._leave()
             self._services.observer.count(Signal.RESERVATION_LOST, self.work.event_type)
             raise self._services.client.lost(self.work, lease.reservation, withdrawn=lease.withdrawn) from error
 
@@ -346,7 +346,7 @@ class Run(ActiveRun):
         try:
             return self._returned(lease, value)
         except BaseException:
-            self._end()
+            self._leave()
             raise
 
     async def fail(self, error: Exception) -> HandlerFailed | Discarded:
@@ -362,7 +362,7 @@ class Run(ActiveRun):
         try:
             failed = await self._failed(lease, error)
         finally:
-            self._end()
+            self._leave()
         if failed is None:
             raise error
         return failed
@@ -375,9 +375,9 @@ class Run(ActiveRun):
         if lease.entered:
             lease.leave()
             self._phase.end()
-            self._end()
+            self._leave()
         else:
-            if not hasattr(self, "attempt"):  # never started
+            if not self.has_started:
                 self.work.uncounted_attempts += 1
             lease.drop()
             self.end()
@@ -423,7 +423,8 @@ class Run(ActiveRun):
             return Returned(self, value, None)
         return Returned(self, value, self._services.client.outcome_of(self.work, lease.reservation, value))
 
-    def _end(self) -> None:
+    def _leave(self) -> None:
+        """End the run, and remove it from those in progress."""
         self.among.remove(self)
 
     async def _call_unguarded(
@@ -444,7 +445,7 @@ class Run(ActiveRun):
         number, rule = self.attempt.number, self.work.rule_for(error, self._services.config)
         if rule is not None and rule.action is FailureAction.DISCARD:
             return Discarded(error, number)
-        return HandlerFailed(error, number, self._is_final(error, rule, number), rule)
+        return HandlerFailed(error, number, self._count_failure(error, rule, number), rule)
 
     async def _failed(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded | None:
         """Handle an error of the work and return its outcome; `None` if the work has not failed: re-raise the error."""
@@ -474,7 +475,7 @@ class Run(ActiveRun):
         rule = self.work.rule_for(error, services.config)
         if rule is not None and rule.action is FailureAction.DISCARD:
             return await self._discard(lease, error)
-        if self._is_final(error, rule, reserved.attempt, reserved):
+        if self._count_failure(error, rule, reserved.attempt, reserved):
             return await self._record_failure(lease, error, self.attempt.number)
         delay = self.work.delay_of(rule)
         is_released = await services.client.try_to_release(
@@ -506,10 +507,10 @@ class Run(ActiveRun):
                 return HandlerFailed(error, attempt, given_up=False)
         return HandlerFailed(error, attempt, given_up=True)
 
-    def _is_final(
+    def _count_failure(
         self, error: Exception, rule: FailureRule | None, attempt: int, reserved: Reserved | None = None
     ) -> bool:
-        """Whether `error` is permanent or the last allowed attempt has failed.  `rule`: the one for the error."""
+        """Count a failed run, and return whether it is the last one.  `rule`: the one for the error."""
         config, work = self._services.config, self.work
         if reserved is not None and work.isolation is not Isolation.NONE:
             # Do not count crashes of attempts that ran beside others.

@@ -188,8 +188,7 @@ class StoreClient:
         if work.forgotten:
             return Completion(reservation=reserved, ttl=AT_ONCE)
         stored, dropped = self._result_to_keep(reserved.key, value, work.event_type)
-        ttl = self._default_ttl if work.ttl is None else work.ttl
-        return Completion(reservation=reserved, ttl=ttl, result=stored, result_dropped=dropped)
+        return Completion(reservation=reserved, ttl=self._ttl(work.ttl), result=stored, result_dropped=dropped)
 
     def failure(self, reserved: Reserved, error: str, ttl: timedelta | None) -> Failure:
         """Make the record of work that is given up."""
@@ -224,7 +223,8 @@ class StoreClient:
     ) -> None:
         """Write the outcome and retry while the store is down, so that a brief outage does not fail the work.
 
-        If the caller is cancelled, the outcome is written in the background.
+        If the caller is cancelled, the outcome is written in the background.  With `on_store_error = "open"`, it is not
+        written if the store is down.
 
         `deadline`: the end of the lease, including renewals, by the event loop's clock.
         """
@@ -292,7 +292,7 @@ class StoreClient:
         self._observer.count(Signal.RESERVATION_LOST, work.event_type)
         raise self.lost(work, reserved, verdict.owner if isinstance(verdict, Pending) else "another worker")
 
-    async def reserved_anew(self, work: Work) -> Reserved | None:
+    async def reserve_vanished(self, work: Work) -> Reserved | None:
         """Reserve a key again if the store has lost its record; return `None` if another worker has had the key."""
         request = self.request(work)
         # Read first: reserving a key that was released or ended by an operator would count an attempt that never runs.

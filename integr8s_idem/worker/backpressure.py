@@ -10,7 +10,7 @@ Numbers such as R1 and A5 refer to docs/explanation/worker.md.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 from integr8s_idem.worker.assignments import Assignment, Delivery
@@ -114,10 +114,10 @@ class Backpressure:
         for delivery in deliveries:
             self._bytes += delivery.size
 
-    def remove(self, *deliveries: Delivery) -> None:
+    def remove(self, deliveries: Sequence[Delivery]) -> None:
         """Stop counting deliveries that were settled or released."""
         if self._has_retries:
-            deliveries = tuple(delivery for delivery in deliveries if delivery.assignment.retry is None)
+            deliveries = [delivery for delivery in deliveries if delivery.assignment.retry is None]
         self.in_flight -= len(deliveries)
         for delivery in deliveries:
             self._bytes -= delivery.size

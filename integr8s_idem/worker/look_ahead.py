@@ -28,7 +28,7 @@ from integr8s_idem.worker.delivery_processor import Decoded, DeliveryProcessor, 
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 
 LONGEST_HOLD: Final = 0.5
-"""Seconds after which a key that waits for its turn or a slot is released, and at most twice as long."""
+"""A key that waits for its turn or a slot is released after this many seconds, or up to twice as many."""
 
 Reservable: TypeAlias = tuple[WorkItem, GuardedExecution]
 """An item to be reserved, and its execution."""

@@ -44,7 +44,7 @@ MOST_BATCHES: Final = 2
 """Maximum concurrent batches: one waits for the store while the next is decoded."""
 
 SEVERAL: Final = 4
-"""So many handlers that wait for something are expected to end one after another, within a moment."""
+"""From this many waiting handlers on, one is expected to end every moment."""
 
 
 class Pipeline:
@@ -56,7 +56,7 @@ class Pipeline:
         ordering: Ordering,
         *,
         finish: Callable[[Sequence[Delivery]], None],
-        left: Callable[..., None],
+        left: Callable[[Sequence[Delivery]], None],
         fail: Callable[[BaseException], None],
     ) -> None:
         """
@@ -101,7 +101,7 @@ class Pipeline:
         self._is_starting = False
         self._batches = 0
         self._in_batches = 0
-        """Deliveries and items that these batches have taken.  Those that runners have already count twice."""
+        """Deliveries and items that these batches have taken, including those that runners have already."""
         self._is_scheduled = False
         self._context = copy_context()
         """Context that handlers inherit from the service, without changes by earlier handlers."""
@@ -134,7 +134,7 @@ class Pipeline:
         # Their predecessors may never end.
         for delivery in self._lanes.withdraw_closed():
             self._ahead.drop(delivery)
-            self._left(delivery)
+            self._left((delivery,))
         ready, self._ready = self._ready, deque()
         for each in ready:
             self._make_ready(each)
@@ -156,6 +156,7 @@ class Pipeline:
         return most - waiting if waiting <= most // 2 else 0
 
     def _may_outcomes_wait(self) -> bool:
+        """Whether outcomes may wait for others: several handlers are running, and more work is ready to follow."""
         is_busy = (self._ready or self._runners.runnable) and self._slots.number - self._slots.free >= SEVERAL
         return bool(is_busy) and not (self._isolation.is_closed or self.waiting_for_limits)
 
@@ -309,7 +310,7 @@ class Pipeline:
 
     def _leave(self, deliveries: Sequence[Delivery]) -> None:
         """Report that deliveries have left the pipeline, and begin the turn of the next one of each lane."""
-        self._left(*deliveries)
+        self._left(deliveries)
         if self._lanes.are_ordered:
             self._take_turns(self._lanes.leave(deliveries))
 

@@ -133,7 +133,7 @@ class Runners:
     def _release_old(self) -> None:
         """End idle runners, and release the keys of items that have waited for long if all slots are in use.
 
-        Otherwise, a runner would keep what handlers have attached to its task, such as callbacks and timers.
+        A runner that stayed would keep what handlers have attached to its task, such as callbacks and timers.
         """
         self._timer = None
         self._oldest = self._last + 1
@@ -305,5 +305,4 @@ class Runners:
 
 def _attempt_of(run: Run | None) -> int:
     """Return the number of a run's attempt; 0 if it has not started."""
-    attempt = getattr(run, "attempt", None)
-    return 0 if attempt is None else attempt.number
+    return run.attempt.number if run is not None and run.has_started else 0

@@ -25,7 +25,7 @@ def load(backpressure: Backpressure, deliveries: int) -> None:
     while backpressure.in_flight < deliveries:
         backpressure.add(one)
     while backpressure.in_flight > deliveries:
-        backpressure.remove(one)
+        backpressure.remove([one])
 
 
 @virtual_time
@@ -50,7 +50,7 @@ async def test_the_limit_in_bytes_works_like_that_in_messages() -> None:
         body = delivery(assignment(), 0, value=b"x" * size)
         backpressure.add(body)
         backpressure.apply(consumer, assignments, hold=False)
-        backpressure.remove(body)
+        backpressure.remove([body])
         paused.append(bool(consumer.paused))
 
     assert paused == [False, True, True, False]
