@@ -57,8 +57,8 @@ def _seconds(duration: timedelta) -> str:
 
 
 def _sentence(reason: str) -> str:
-    """Return `reason` with exactly one full stop at its end."""
-    return reason.rstrip(".") + "."
+    """Return `reason` with exactly one mark at its end."""
+    return reason if reason.endswith(("?", "!")) else reason.rstrip(".") + "."
 
 
 class IdempotencyError(Exception):
@@ -530,7 +530,8 @@ class PublishError(EventError):
         if not self.may_have_arrived:
             return (
                 f"an event for topic {self.topic} was not sent, because there was no connection to a broker: "
-                f"{_sentence(self.reason)} Publish it again."
+                f"{_sentence(self.reason)} Check that the brokers are running ([kafka] bootstrap_servers), and publish "
+                f"it again."
             )
         return (
             f"topic {self.topic} did not confirm an event: {self.reason}. It may have arrived; publishing "
@@ -554,7 +555,7 @@ class StoreUnavailableError(StoreError):
     """The diagnostic code, as in docs/reference/doctor.md."""
 
     def _message(self) -> str:
-        return f"the store did not answer {self.operation}: {_sentence(self.reason)}"
+        return f"the store did not answer {self.operation}: {_sentence(self.reason)} integr8s-idem doctor examines it."
 
 
 class ResultNotStoredError(StoreUnavailableError):

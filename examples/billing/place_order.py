@@ -8,6 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from integr8s_idem import EventPublisher, load_settings
+from integr8s_idem.errors import IdempotencyError
 
 from .handlers import OrderPlaced
 
@@ -28,4 +29,7 @@ async def place(order_id: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(place(sys.argv[1] if len(sys.argv) > 1 else "1"))
+    try:
+        asyncio.run(place(sys.argv[1] if len(sys.argv) > 1 else "1"))
+    except IdempotencyError as error:
+        sys.exit(str(error))

@@ -10,8 +10,14 @@ import asyncio
 import logging
 
 from aiokafka import ConsumerRecord
-from faststream import AckPolicy, FastStream
-from faststream.kafka import KafkaBroker, TestKafkaBroker
+
+try:
+    from faststream import AckPolicy, FastStream
+    from faststream.kafka import KafkaBroker, TestKafkaBroker
+except ModuleNotFoundError as error:
+    if __name__ == "__main__":
+        raise SystemExit(f"this needs {error.name}: pip install '.[faststream]' in the checkout") from None
+    raise
 
 from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
 from integr8s_idem.integrations.faststream import IdempotencyMiddleware, by_header

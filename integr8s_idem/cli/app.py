@@ -40,7 +40,7 @@ from integr8s_idem.cli.store_commands import store_app
 from integr8s_idem.cli.top_command import top_command
 from integr8s_idem.config import Settings, settings_warnings
 from integr8s_idem.config.example import example_settings
-from integr8s_idem.config.loading import ignored_sections, settings_source
+from integr8s_idem.config.loading import ignored_sections, settings_file, settings_source
 from integr8s_idem.config.message_text import missing_extra
 from integr8s_idem.errors import SettingsError, SettingsMistake
 from integr8s_idem.handlers.failure_settings import check_failures
@@ -143,6 +143,8 @@ def check_command(settings: SettingsFile = None, application: AppOption = None, 
         mistakes, warnings = _check(settings, found)
         show = _print_json if as_json else _print_text
         show(settings_source(settings), mistakes, warnings)
+        if settings_file(settings) is None:
+            write_error("no settings.toml in this folder: environment variables and defaults were checked")
         ignored = [] if found or mistakes else ignored_sections(settings)
         if ignored:
             names = ", ".join(f"[{name}]" for name in ignored)

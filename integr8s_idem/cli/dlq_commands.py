@@ -80,7 +80,8 @@ def list_command(
     A dead letter is listed if it matches all options; a repeated option matches any of its values.  The values of
     --service, --reason, --error, --event-type and --key may contain the wildcards * and ?.
 
-    With --json, prints one object per line, or a single object with --summary or --group.
+    With --json, prints one object per line and the counts on standard error, or a single object with --summary or
+    --group.
     """
 
     def run() -> int:
@@ -94,11 +95,12 @@ def list_command(
             echo(json.dumps(content, indent=2) if as_json else "\n".join(group_lines(groups)))
             return 0
         tally = asyncio.run(_list(search, rows=not summary, as_json=as_json))
-        if summary and as_json:
-            echo(json.dumps({"dead_letters": tally.total, "groups": tally.as_json()}, indent=2))
-        elif not as_json:
-            # The counts belong on standard output only if they are the requested output.
-            (echo if summary else write_error)("\n".join([count_text(tally.total), *tally_lines(tally.rows())]))
+        # The counts belong on standard output only if they are the requested output.
+        write = echo if summary else write_error
+        if as_json:
+            write(json.dumps({"dead_letters": tally.total, "groups": tally.as_json()}, indent=2 if summary else None))
+        else:
+            write("\n".join([count_text(tally.total), *tally_lines(tally.rows())]))
         return 0
 
     raise typer.Exit(_exit_status_of(run, embedded=embedded))

@@ -53,10 +53,8 @@ def _in_the_checkout() -> Path:
 
 
 def _plain(markdown: str) -> str:
-    """Replace links by their text; links to other pages are followed by the page."""
-    return _LINK.sub(_link_text, markdown.replace("**", "")).strip()
-
-
-def _link_text(link: re.Match[str]) -> str:
-    target = link["target"]
-    return link["words"] if target.startswith("#") else f"{link['words']} (docs/{target.removeprefix('../')})"
+    """Replace links by their text, and list the pages to which they lead at the end."""
+    targets = (link["target"].removeprefix("../") for link in _LINK.finditer(markdown))
+    pages = dict.fromkeys(f"docs/{target}" for target in targets if not target.startswith("#"))
+    text = _LINK.sub(lambda link: link["words"], markdown.replace("**", "")).strip()
+    return f"{text}\n\nSee {', '.join(pages)}." if pages else text

@@ -105,6 +105,13 @@ def indented(page: Path) -> list[str]:
     return [found["body"] for found in _INDENTED.finditer(text)]
 
 
+def named_commands(page: Path) -> list[str]:
+    """Return the commands of this library's program in the sentences of a page, each with the first of its choices."""
+    text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
+    named = re.findall(rf"(?<!`)`({reference_commands.PROGRAM} [^`]+)`", text)
+    return [re.sub(r"[\[\]]|\|[^ ]+", "", command).replace("\n", " ") for command in named]
+
+
 def mistakes_in_shell(text: str) -> Iterator[str]:
     """Yield what shell commands refer to and does not exist."""
     for line in text.replace("\\\n", " ").splitlines():

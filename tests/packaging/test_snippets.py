@@ -131,6 +131,14 @@ def test_shell_commands_refer_to_existing_things(block: Block) -> None:
     assert list(snippets.mistakes_in_shell(block.text)) == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets.named_commands(page)], ids=name_of)
+def test_commands_in_sentences_exist(page: Path) -> None:
+    mistakes = [mistake for line in snippets.named_commands(page) for mistake in snippets.mistakes_in_shell(line)]
+
+    # A sentence may name a group of commands.
+    assert [mistake for mistake in mistakes if not mistake.endswith("(none given)")] == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets.indented(page)], ids=name_of)
 def test_indented_commands_refer_to_existing_things(page: Path) -> None:
     """Pages that are read as plain text indent commands, followed by explanations."""

@@ -70,6 +70,13 @@ def test_valid_settings_are_ok_and_warnings_are_listed() -> None:
     ]
 
 
+def test_a_folder_without_settings_is_mentioned() -> None:
+    answer = typed("settings", "check")
+
+    assert answer.exit_code == 0
+    assert "no settings.toml in this folder" in answer.stderr
+
+
 def test_mistakes_are_printed_on_stderr_with_status_2() -> None:
     Path("settings.toml").write_text("[store]\nurl = 'x'\n[kafka]\nclient_idd = 'x'")
 

@@ -39,7 +39,7 @@ def test_links_are_printed_as_text() -> None:
     every = "\n".join(error_sections().values())
 
     assert "](" not in every
-    assert "replay the dead letter (docs/how-to/replay-a-dead-letter.md)" in error_sections()["PreviouslyFailedError"]
+    assert error_sections()["PreviouslyFailedError"].endswith("See docs/how-to/replay-a-dead-letter.md.")
     assert "then gets IdempotencyConflictError." in error_sections()["InProgressError"]
 
 
