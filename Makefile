@@ -107,7 +107,7 @@ reference: $(SETUP)  ## docs/reference/ from signatures, docstrings and tables, 
 docs: $(SETUP)  ## the documentation as a site, in .cache/docs/html/
 	@$(BIN)/python -m tests.packaging.site
 
-bench: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## every question of benchmarks/ (50 minutes, on a quiet machine), into the pages
+bench: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## every question of benchmarks/ (half an hour, on a quiet machine), into the pages
 	@$(BIN)/python -m benchmarks --json benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks.stores --json benchmarks/results/stores.json
 	@$(BIN)/python -m benchmarks.tables

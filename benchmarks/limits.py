@@ -20,13 +20,8 @@ LIMITS: Final[Mapping[str, str]] = {
     "single_fresh_c1_native": "as for `single_fresh_c1`",
     "single_duplicate_c1_native": "as for `single_duplicate_c1`",
     "local_duplicate": (
-        "limited by the CPU of this process, which looks the key up and replays its result without a system call: the "
-        "figure depends on what a call of redis-py costs, between 100 and 570 µs on two machines"
-    ),
-    "kafka_vs_raw_loop_native": (
-        "the loop is little more than C code of aiokafka and pydantic. Native code takes over decoding, keys and the "
-        "encoding of requests, not the settling of events in concurrent slots, which takes most of the time that is "
-        "left"
+        "limited by the CPU of this process, which looks the key up and replays its result without a system call: on "
+        "one machine this takes 6.3 µs, on another 3.6, while redis-py takes 108 and 118 µs"
     ),
     "kafka_noop": (
         "the guarded and the plain service are both limited by the CPU of this process. The two requests, without "
@@ -73,7 +68,12 @@ FORBIDDEN: Final[Mapping[str, str]] = {
     "kafka_vs_raw_loop": (
         "the loop is little more than C code of aiokafka and pydantic. Settling events out of order, in concurrent "
         "slots, with retries, takes several times as long in Python, guarded or not: the plain service, with the two "
-        "requests of a batch (`kafka_noop_requests`), leaves less time than the key of an event takes (`cost.key_us`)"
+        "requests of a batch (`kafka_noop_requests`), leaves less time than the key and the lease of an event take "
+        "(`cost.key_us`, `cost.lease_us`)"
+    ),
+    "kafka_vs_raw_loop_native": (
+        "as for `kafka_vs_raw_loop`. Native code takes over decoding, keys and the encoding of requests: the plain "
+        "service with native code, and the two requests, leave less time than the lease of an event takes"
     ),
     "http_guarded": (
         "an endpoint that makes the two requests, without anything else of a guard, is `http_requests`: it leaves less "
