@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 
 import pytest
 from typer.testing import CliRunner
@@ -41,6 +42,11 @@ def test_links_are_printed_as_text() -> None:
     assert "](" not in every
     assert error_sections()["PreviouslyFailedError"].endswith("See docs/how-to/replay-a-dead-letter.md.")
     assert "then gets IdempotencyConflictError." in error_sections()["InProgressError"]
+
+
+def test_scripts_get_explanations_by_name() -> None:
+    assert json.loads(asked("--json")[1]) == error_sections()
+    assert json.loads(asked("leaselosterror", "--json")[1]) == {"LeaseLostError": error_sections()["LeaseLostError"]}
 
 
 def test_an_unknown_error_is_refused_with_a_suggestion() -> None:
