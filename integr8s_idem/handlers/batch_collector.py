@@ -98,10 +98,9 @@ class BatchCollector:
             try:
                 return await end
             except asyncio.CancelledError:
-                has_ended = member.end is not end or not end.cancelled()  # in the turn of the cancellation
-                if has_ended and not member.end.cancelled() and member.end.exception() is None:
-                    return member.end.result()
-                if has_ended or not self._stay(member):
+                if (member.end is not end or not end.cancelled()) and member.batch is not None:
+                    return member.end.result()  # the batch has ended in the turn of the cancellation
+                if not self._stay(member):
                     raise
 
     def _add(self, member: Member) -> None:

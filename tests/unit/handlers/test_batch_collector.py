@@ -14,7 +14,7 @@ from integr8s_idem import BaseEvent, EventRouter
 from integr8s_idem.config import Settings
 from integr8s_idem.config.store_sections import MemoryStoreSettings
 from integr8s_idem.engine.work import Attempt, Executed, HandlerFailed, Outcome
-from integr8s_idem.errors import ApplicationError, PartialFailureError
+from integr8s_idem.errors import ApplicationError, PartialFailureError, PermanentError
 from integr8s_idem.handlers.batch_collector import BatchCollector, Member
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.handlers.handler_calls import (
@@ -35,7 +35,7 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     TelemetryProvider,
 )
-from integr8s_idem.records import Completed
+from integr8s_idem.records import Completed, Failed
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import Guarded, guarded
 from tests.support.stalling import ManualClock
@@ -271,15 +271,18 @@ async def test_a_batch_handler_that_catches_its_cancellation_has_succeeded() -> 
     assert await asyncio.gather(*tasks) == [Executed("A", 1), Executed("B", 1)]
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
 @pytest.mark.parametrize("steps", range(25))
 @virtual_time
-async def test_events_cancelled_at_any_step_are_completed_if_their_handler_has_returned(steps: int) -> None:
+async def test_events_cancelled_at_any_step_are_settled_if_their_handler_has_ended(steps: int, fails: bool) -> None:
     here, router, indexed = guarded(), EventRouter(), list[str]()
 
     @router.on_batch(OrderPlaced, max_size=3)
     async def index(events: Sequence[OrderPlaced]) -> None:
         await asyncio.sleep(0)
         indexed.extend(event.order_id for event in events)
+        if fails:
+            raise PermanentError("the index is full")
 
     tasks = _begun(here, router, "a", "b", "c")
     for _ in range(steps):
@@ -290,12 +293,11 @@ async def test_events_cancelled_at_any_step_are_completed_if_their_handler_has_r
         await asyncio.wait(tasks)
         await here.manager.close()
 
-    completed = [
-        event.order_id
-        for event in _events("a", "b", "c")
-        if isinstance(await IdempotentEventDispatcher(router, here.manager).executions(event)[0].attempt(), Completed)
-    ]
-    assert completed == indexed[: len(completed)]
+    dispatcher = IdempotentEventDispatcher(router, here.manager)
+    for event in _events("a", "b", "c"):
+        was_indexed = event.order_id in indexed
+        outcome = await dispatcher.executions(event)[0].attempt()
+        assert isinstance(outcome, Failed if fails else Completed) == was_indexed
     assert sorted(indexed) == ["a", "b", "c"], "none is handled twice"
 
 
