@@ -11,9 +11,12 @@ import inspect
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from integr8s_idem._util.futures import fail_future
 from integr8s_idem.engine.active_runs import check_start, run_of
@@ -28,8 +31,6 @@ Here: TypeAlias = Callable[[Callable[[], Any], Attempt], Awaitable[Any]]
 
 The function is not called if the lease of the attempt is about to expire.
 """
-
-Job: TypeAlias = Callable[[], None]
 
 
 class _Loop:
@@ -105,72 +106,138 @@ def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[
         ApplicationError: A function forked the process and returned in the child.
         BaseException: Any error of `guard`.
     """
+    # No `concurrent.futures.Future`: an interrupt could leave its lock locked, which the event loop needs as well.
     forks = fork_count()
-    jobs: SimpleQueue[Job | None] = SimpleQueue()
-    guarding = asyncio.run_coroutine_threadsafe(
-        guard(lambda function, attempt: run_in_caller(function, attempt, jobs)), loop
-    )
-    guarding.add_done_callback(lambda _: jobs.put(None))
+    guarding = _Guarding(loop, guard)
+    todo: Job | _End | None = None
     try:
-        while (job := jobs.get()) is not None:
-            job()
+        loop.call_soon_threadsafe(guarding.begin)
+        while isinstance(todo := guarding.todo.get(), Job):
+            todo.run()
             if fork_count() != forks:
                 raise ApplicationError(
                     "a guarded function forked the process and returned in the child, where no event loop is running: "
                     "end the child within the function with os._exit"
                 )
-    except BaseException:
-        guarding.cancel()
+    except BaseException as error:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(guarding.leave, todo, error)
         raise
-    return guarding.result()
+    return cast("T", todo.result())
+
+
+@dataclass(slots=True, eq=False)
+class _End:
+    """How a guard has ended: with a value, or an error."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+    def result(self) -> Any:
+        if isinstance(self.error, asyncio.CancelledError):
+            raise CancelledError from self.error  # that of threads
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class _Guarding:
+    """A guard on its event loop, and what the waiting thread has to do for it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[Any, Any, Any]]) -> None:
+        self._loop = loop
+        self._guard = guard
+        self._task: asyncio.Task[None] | None = None
+        self.todo = SimpleQueue[Job | _End]()
+        """For the thread: functions to run, then the end."""
+
+    def begin(self) -> None:
+        self._task = self._loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            value = await self._guard(lambda function, attempt: run_in_caller(function, attempt, self.todo))
+        except BaseException as error:  # noqa: BLE001  # raised in the thread
+            self.todo.put(_End(error=error))
+        else:
+            self.todo.put(_End(value))
+
+    def leave(self, last: Job | _End | None, error: BaseException) -> None:
+        """End the guard of a thread that `error` has interrupted, which may not have reported its last function."""
+        if isinstance(last, Job):
+            last.report(error)
+        if self._task is not None:
+            self._task.cancel()
 
 
 class _ThreadExit(BaseException):
-    """Ends the guard of a function that raised an error which is no `Exception`, as after a crash.
+    """Ends the guard of a function that an error has ended which is no `Exception`, as after a crash.
 
     The error itself is raised in the thread: some, such as `SystemExit`, would end the event loop.
     """
 
 
-def _start(function: Callable[[], Any], attempt: Attempt) -> Any:
-    # The thread may have been busy since the loop checked.
-    check_start(run_of(attempt))
-    return function()
+class Job:
+    """A function that a guard passes to the waiting thread."""
+
+    def __init__(self, function: Callable[[], Any], attempt: Attempt) -> None:
+        self._function = function
+        self._attempt = attempt
+        self._context = copy_context()
+        self._loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[Any] = self._loop.create_future()
+        """The result of the function, or its error."""
+        self._is_decided = threading.Lock()
+        """Acquired by what comes first, the start of the function or a cancellation."""
+        self._end: _End | None = None
+
+    def withdraw(self) -> bool:
+        """Prevent the start of the function; `False` if it has started."""
+        is_withdrawn = self._is_decided.acquire(blocking=False)
+        if is_withdrawn:
+            self.done.cancel()
+        return is_withdrawn
+
+    def run(self) -> None:
+        """Run the function in this thread unless it was withdrawn."""
+        if not self._is_decided.acquire(blocking=False):
+            return
+        try:
+            self._context.run(self._start)
+        except Exception as error:  # noqa: BLE001  # raised by the awaiting guard
+            self._end = _End(error=error)
+        self._loop.call_soon_threadsafe(self.report)
+
+    def _start(self) -> None:
+        # The thread may have been busy since the loop checked.
+        check_start(run_of(self._attempt))
+        self._end = _End(self._function())
+
+    def report(self, interruption: BaseException | None = None) -> None:
+        """Report on the event loop how the function has ended, or `interruption` if that has ended it."""
+        if self.done.done() or not self._is_decided.locked():
+            return  # it has been reported or withdrawn, or has not started
+        if self._end is None:
+            is_released = isinstance(interruption, KeyboardInterrupt)
+            fail_future(self.done, asyncio.CancelledError() if is_released else _ThreadExit(interruption))
+        elif self._end.error is not None:
+            fail_future(self.done, self._end.error)
+        else:
+            self.done.set_result(self._end.value)
 
 
-async def run_in_caller(function: Callable[[], Any], attempt: Attempt, jobs: SimpleQueue[Job | None]) -> Any:
+async def run_in_caller(function: Callable[[], Any], attempt: Attempt, todo: SimpleQueue[Job | _End]) -> Any:
     """Run `function` in the thread that takes its job.
 
     If the guard is cancelled after the function has started, it waits for it all the same: a thread cannot be
     cancelled, its function may succeed, and nobody else may run it until then.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-    context = copy_context()
-    decided = threading.Lock()
-    """Acquired by what comes first, the start of the function or a cancellation."""
-
-    def job() -> None:
-        if not decided.acquire(blocking=False):
-            return
+    job = Job(function, attempt)
+    todo.put(job)
+    while not job.done.done():
         try:
-            value = context.run(_start, function, attempt)
-        except Exception as error:  # noqa: BLE001  # raised by the awaiting guard
-            loop.call_soon_threadsafe(fail_future, done, error)
-        except KeyboardInterrupt:
-            loop.call_soon_threadsafe(done.cancel)
-            raise
-        except BaseException as error:
-            loop.call_soon_threadsafe(done.set_exception, _ThreadExit(error))
-            raise
-        else:
-            loop.call_soon_threadsafe(done.set_result, value)
-
-    jobs.put(job)
-    while not done.done():
-        try:
-            await asyncio.wait({done})  # unlike `await done`, this does not cancel the future
+            await asyncio.wait({job.done})  # unlike `await job.done`, this does not cancel the future
         except asyncio.CancelledError:
-            if decided.acquire(blocking=False):
+            if job.withdraw():
                 raise
-    return done.result()
+    return job.done.result()

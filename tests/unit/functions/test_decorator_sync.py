@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
+from types import FrameType
+from typing import Any, TypeAlias
 
 import pytest
 from dishka import Provider, Scope, make_async_container
@@ -19,8 +23,13 @@ from integr8s_idem.errors import (
     ApplicationError,
 )
 from integr8s_idem.functions.decorator import idempotent
-from integr8s_idem.functions.sync_bridge import own_loop, run_in_caller
+from integr8s_idem.functions.sync_bridge import Job, own_loop, run_in_caller, wait_for
 from tests.support.guarded import plain_manager
+
+BRIDGE = {each.__code__ for each in (wait_for, Job.run, Job._start)}
+"""What the calling thread executes."""
+
+TraceFunction: TypeAlias = Callable[[FrameType, str, Any], Any]
 
 
 @dataclass
@@ -129,16 +138,56 @@ def test_a_plain_function_that_exits_leaves_its_key_reserved() -> None:
 
 
 async def test_a_plain_function_that_returned_before_its_guard_was_cancelled_has_succeeded() -> None:
-    jobs = SimpleQueue[Callable[[], None] | None]()
+    jobs = SimpleQueue[Any]()
     running = asyncio.create_task(run_in_caller(lambda: "done", Attempt("key", 1, 0, float("inf")), jobs))
     await asyncio.sleep(0)
-    job = jobs.get_nowait()
-    assert job is not None
-    job()
+    jobs.get_nowait().run()
 
     running.cancel()
 
     assert await running == "done"
+
+
+def interrupted_at(instruction: int, call: Callable[[], object]) -> bool:
+    """Call `call`, and interrupt this thread before an instruction of the bridge; `False` if it has fewer."""
+    left = instruction
+
+    def trace(frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        nonlocal left
+        if frame.f_code not in BRIDGE:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if not left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_a_thread_that_is_interrupted_anywhere_leaves_no_run_behind() -> None:
+    manager, instructions = plain_manager(), 0
+
+    @idempotent(key="{number}", manager=manager)
+    def work(number: int) -> int:
+        return number
+
+    while interrupted_at(instructions + 1, partial(work, instructions)):
+        instructions += 1
+
+    assert instructions > 100
+    asyncio.run_coroutine_threadsafe(manager.close(), own_loop()).result(60)
+    assert manager.executor.runs.keys() == []
 
 
 async def test_a_plain_function_keeps_its_key_until_it_has_ended_even_if_its_guard_is_cancelled() -> None:
@@ -170,16 +219,14 @@ async def test_a_plain_function_keeps_its_key_until_it_has_ended_even_if_its_gua
 
 
 async def test_a_plain_function_does_not_start_after_its_guard_was_cancelled() -> None:
-    runs, jobs = list[str](), SimpleQueue[Callable[[], None] | None]()
+    runs, jobs = list[str](), SimpleQueue[Any]()
     running = asyncio.create_task(run_in_caller(lambda: runs.append("x"), Attempt("key", 1, 0, float("inf")), jobs))
     await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
 
-    job = jobs.get_nowait()
-    assert job is not None
-    job()
+    jobs.get_nowait().run()
 
     assert runs == []
 
