@@ -434,7 +434,7 @@ class CrashedTooOftenError(PermanentError):
 
 @_with_fields
 class StepInterruptedError(PermanentError):
-    """An earlier run started this `at_most_once` step and its side effect may have happened: it does not run again."""
+    """An earlier run reserved this `at_most_once` step and its side effect may have happened: it does not run again."""
 
     step: str
     key: str
@@ -442,7 +442,7 @@ class StepInterruptedError(PermanentError):
 
     def _message(self) -> str:
         return (
-            f"step {self.step} of {self.key} was started by an earlier run, and its side effect may have happened: "
+            f"step {self.step} of {self.key} was reserved by an earlier run, and its side effect may have happened: "
             f"{_sentence(self.reason)} The step is at_most_once and does not run again. Check whether the side effect "
             f"happened; a replay runs the step again."
         )

@@ -148,7 +148,7 @@ class Executor(RunServices):
     def unreserved(self, work: Work, options: RunOptions) -> Run | None:
         """Return a run without a reservation after the store did not answer; `None` if the policy forbids it."""
         self.observer.count(Signal.STORE_ERROR, work.event_type)
-        if self.config.on_store_error is OnStoreError.CLOSED:
+        if self.config.on_store_error is OnStoreError.CLOSED or options.needs_reservation:
             return None
         return self._unguarded(work, self.client.space.full(work.key), options)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
+from integr8s_idem.config import OnStoreError
 from integr8s_idem.engine.coalescer import Coalescer
 from integr8s_idem.engine.leases import HeldLease
 from integr8s_idem.engine.manager import IdempotencyManager
@@ -166,7 +167,7 @@ class WorkObserver:
         completion = Completion(reservation=lease.reservation, ttl=self._ttl, result=result)
         deadline = min(lease.deadline, asyncio.get_running_loop().time() + OUTCOME_SECONDS)
         try:
-            await self._client.write_outcome(work, completion, deadline, None)
+            await self._client.write_outcome(work, completion, deadline, None, policy=OnStoreError.CLOSED)
         except Exception as error:  # noqa: BLE001  # counted; the work has succeeded all the same
             self.note(work.event_type, Observation(Observed.UNRECORDED))
             if not isinstance(error, IdempotencyError):

@@ -85,6 +85,8 @@ class RunOptions:
     writes_outcome: bool = False
     """Whether the work records its outcome in its own transaction.  Then its lease is not renewed, so that only that
     transaction writes the record, at any isolation level, and the work must finish within one lease."""
+    needs_reservation: bool = False
+    """Whether the work must not run without a reservation, not even if the policy allows it."""
 
 
 class Returned(Struct, Generic[T], frozen=True, eq=False):

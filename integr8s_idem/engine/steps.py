@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.config import OnFailure, OnInProgress, OnKeyReused, chosen
@@ -140,12 +140,15 @@ class Steps:
     async def _settled(self, work: Work, step: StepSlot) -> Outcome[Any]:
         """Run the step until it has an outcome.  It waits for an unavailable store until the lease of the unit ends."""
 
+        # A later run must find a trace of an `at_most_once` step.
+        options = RunOptions(pause_briefly, needs_reservation=step.once is Once.AT_MOST_ONCE)
+
         async def one_pass() -> Outcome[Any]:
             while True:
                 self._refuse_if_over(step)
                 await self._refuse_if_lost()
                 try:
-                    return await self._executor.execute(work, lambda attempt: self._do(step, attempt), _RETRY_FOREVER)
+                    return await self._executor.execute(work, lambda attempt: self._do(step, attempt), options)
                 except StoreUnavailableError as error:
                     await pause_briefly(error)
 
@@ -257,6 +260,3 @@ class UnrecordedSteps(Steps):
         """Run `function`.  Raises any error of it, unchanged."""
         check_function(function, f"steps.run({name!r}, reserve, order_id)")
         return await function(*args, **kwargs)
-
-
-_RETRY_FOREVER: Final = RunOptions(pause_briefly)

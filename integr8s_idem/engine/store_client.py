@@ -219,17 +219,25 @@ class StoreClient:
     # Outcomes.
 
     async def write_outcome(
-        self, work: Work, outcome: Completion | Failure, deadline: float, wait_for_store: WaitForStore | None
+        self,
+        work: Work,
+        outcome: Completion | Failure,
+        deadline: float,
+        wait_for_store: WaitForStore | None,
+        *,
+        policy: OnStoreError | None = None,
     ) -> None:
         """Write the outcome and retry while the store is down, so that a brief outage does not fail the work.
 
         If the caller is cancelled, the outcome is written in the background.  With `on_store_error = "open"`, it is not
         written if the store is down.
 
-        `deadline`: the end of the lease, including renewals, by the event loop's clock.
+        Args:
+            deadline: The end of the lease, including renewals, by the event loop's clock.
+            policy: As configured if `None`.
         """
         try:
-            await self._write(work, outcome, deadline, wait_for_store, waits_out_refusals=False)
+            await self._write(work, outcome, deadline, wait_for_store, waits_out_refusals=False, policy=policy)
         except asyncio.CancelledError:
             self.write_later(work, outcome, deadline)
             raise
@@ -258,6 +266,7 @@ class StoreClient:
         wait_for_store: WaitForStore | None,
         *,
         waits_out_refusals: bool,
+        policy: OnStoreError | None = None,
     ) -> None:
         pause = FIRST_PAUSE
         while True:
@@ -267,7 +276,7 @@ class StoreClient:
                 outcome = replace(outcome, reservation=await self._reserved_again(work, outcome.reservation))
             except (StoreUnavailableError, StoreConfigurationError) as error:
                 self._observer.count(Signal.STORE_ERROR, work.event_type)
-                if self._config.on_store_error is OnStoreError.OPEN:
+                if (policy or self._config.on_store_error) is OnStoreError.OPEN:
                     return  # the policy is to continue without the store
                 if wait_for_store is not None:
                     await wait_for_store(error)

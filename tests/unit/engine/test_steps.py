@@ -190,11 +190,32 @@ async def test_an_interrupted_at_most_once_step_ends_the_unit() -> None:
         await steps.run("one", half, once="at_most_once")
 
     await first.runs_until_it_dies(unit)
-    with pytest.raises(StepInterruptedError, match="step one of order:1 was started by an earlier run"):
+    with pytest.raises(StepInterruptedError, match="step one of order:1 was reserved by an earlier run"):
         await second.unit(unit)
     with pytest.raises(PreviouslyFailedError, match="StepInterruptedError"):
         await third.unit(unit)
     assert seen == ["half"]
+
+
+@virtual_time
+async def test_an_at_most_once_step_never_runs_without_a_record() -> None:
+    here, printed, failures = guarded(on_store_error="open"), list[str](), [ConnectionError()]
+
+    async def print_invoice() -> None:
+        printed.append("invoice")
+
+    async def unit() -> None:
+        if not printed:
+            here.store.fail_next("reserve")
+        await here.manager.steps().run("print", print_invoice, once="at_most_once")
+        if failures:
+            raise failures.pop()
+
+    with pytest.raises(ConnectionError):
+        await here.manager.run("order:1", unit)
+    await here.manager.run("order:1", unit)
+
+    assert printed == ["invoice"]
 
 
 @virtual_time

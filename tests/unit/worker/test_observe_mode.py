@@ -51,6 +51,20 @@ def results(here: Guarded) -> Counter[Observed]:
     return Counter(each.result for each in here.observer.observations)
 
 
+@pytest.mark.parametrize("policy", ["closed", "open"])
+@virtual_time
+async def test_an_outcome_is_written_again_under_each_policy_for_errors_of_the_store(policy: str) -> None:
+    here, depot, broker = guarded(on_store_error=policy), Depot(), sent(1)
+    here.store.fail_next("complete")
+    async with running(observing(depot, here), broker) as worker:
+        await worker.until(lambda: all_committed(worker))
+        await asyncio.sleep(20)
+        broker.publish(parcels(1)[0])
+        await worker.until(lambda: all_committed(worker))
+
+    assert results(here) == {Observed.FIRST: 1, Observed.REPUBLISHED: 1}
+
+
 @virtual_time
 async def test_duplicates_run_and_are_counted_with_the_time_since_the_first() -> None:
     here, depot, broker = guarded(), Depot(), sent(3)
