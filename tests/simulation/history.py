@@ -176,12 +176,13 @@ class History:
     def _check_reconciled(self, run: Run) -> None:
         """Check Q: a handler with a reconcile function does not run after its effect unless that was asked before.
 
-        A stalled process may still act after the answer.
+        A stalled process may still act after the answer.  Effects of runs that were reserved later are left to F.
         """
         key, truth = run.key, self.truth
         if run.work.partition(" ")[0] not in self.reconciles or truth.losses[key]:
             return
-        if any(other.effects for other in truth.runs[key]) and (key, run.fence) not in truth.asked:
+        had_effect = any(other.effects for other in truth.runs[key] if other.fence < run.fence)
+        if had_effect and (key, run.fence) not in truth.asked:
             self.violate("Q", f"{run.work} runs after its effect, and its reconcile function was not asked")
 
     def _check_due(self, run: Run) -> None:
