@@ -204,7 +204,9 @@ class Job:
             return
         try:
             self._context.run(self._start)
-        except Exception as error:  # noqa: BLE001  # raised by the awaiting guard
+        except Exception as error:
+            if self._end is not None:
+                raise  # an interrupt after the function has returned
             self._end = _End(error=error)
         self._loop.call_soon_threadsafe(self.report)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import pytest
 from dishka import Provider, Scope, make_async_container
@@ -24,10 +24,16 @@ from integr8s_idem.errors import (
 )
 from integr8s_idem.functions.decorator import idempotent
 from integr8s_idem.functions.sync_bridge import Job, own_loop, run_in_caller, wait_for
+from integr8s_idem.records import IdempotencyStatus
 from tests.support.guarded import plain_manager
 
 BRIDGE = {each.__code__ for each in (wait_for, Job.run, Job._start)}
 """What the calling thread executes."""
+
+FEW = 6
+"""Instructions between the return of a function and the assignment of its result."""
+
+T = TypeVar("T")
 
 TraceFunction: TypeAlias = Callable[[FrameType, str, Any], Any]
 
@@ -148,8 +154,12 @@ async def test_a_plain_function_that_returned_before_its_guard_was_cancelled_has
     assert await running == "done"
 
 
-def interrupted_at(instruction: int, call: Callable[[], object]) -> bool:
-    """Call `call`, and interrupt this thread before an instruction of the bridge; `False` if it has fewer."""
+class TimeIsUpError(Exception):
+    """Raised by a signal handler, as the soft time limits of task queues are."""
+
+
+def interrupted_at(instruction: int, call: Callable[[], object], error: type[BaseException]) -> bool:
+    """Call `call`, and raise `error` before an instruction of the bridge; `False` if it has fewer instructions."""
     left = instruction
 
     def trace(frame: FrameType, event: str, _: object) -> TraceFunction | None:
@@ -161,33 +171,42 @@ def interrupted_at(instruction: int, call: Callable[[], object]) -> bool:
             left -= 1
             if not left:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                raise error
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         call()
-    except KeyboardInterrupt:
+    except error:
         return True
     finally:
         sys.settrace(before)
     return False
 
 
-def test_a_thread_that_is_interrupted_anywhere_leaves_no_run_behind() -> None:
-    manager, instructions = plain_manager(), 0
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeIsUpError])
+def test_a_thread_that_is_interrupted_anywhere_leaves_no_run_behind(error: type[BaseException]) -> None:
+    manager, instructions, returned = plain_manager(), 0, list[int]()
 
     @idempotent(key="{number}", manager=manager)
     def work(number: int) -> int:
+        returned.append(number)
         return number
 
-    while interrupted_at(instructions + 1, partial(work, instructions)):
+    def ask(call: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(call, own_loop()).result(60)
+
+    while interrupted_at(instructions + 1, partial(work, instructions), error):
         instructions += 1
 
+    ask(manager.close())
     assert instructions > 100
-    asyncio.run_coroutine_threadsafe(manager.close(), own_loop()).result(60)
     assert manager.executor.runs.keys() == []
+    records = [ask(manager.get(str(number))) for number in returned]
+    lost = [record for record in records if record is None or record.status is not IdempotencyStatus.COMPLETED]
+    assert len(returned) > 10
+    assert len(lost) <= FEW
 
 
 async def test_a_plain_function_keeps_its_key_until_it_has_ended_even_if_its_guard_is_cancelled() -> None:
