@@ -143,7 +143,7 @@ def check_command(settings: SettingsFile = None, application: AppOption = None, 
         mistakes, warnings = _check(settings, found)
         show = _print_json if as_json else _print_text
         show(settings_source(settings), mistakes, warnings)
-        if settings_file(settings) is None:
+        if found is None and settings_file(settings) is None:
             write_error("no settings.toml in this folder: environment variables and defaults were checked")
         ignored = [] if found or mistakes else ignored_sections(settings)
         if ignored:
