@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -169,8 +169,8 @@ class MessageRuns:
         """
         lost = self._stop()
         held = [run for run, _ in self._open if run not in lost]
-        ends = await (_ends_of([held[0].finish(value)]) if len(held) == 1 else self._finish_together(held))
-        return [*lost.values(), *ends]
+        unrecorded = [run.finish(value) for run in held] if len(held) == 1 else await self._finish_together(held)
+        return [*lost.values(), *await _ends_of(unrecorded)]
 
     async def fail(self, error: Exception) -> list[tuple[Run, Any, object]]:
         """Record that the work has failed; return the runs that had not lost their leases, their records and ends."""
@@ -185,8 +185,8 @@ class MessageRuns:
         for run, _ in runs:
             run.release()
 
-    async def _finish_together(self, runs: Sequence[Run]) -> list[object]:
-        """Record the outcomes of a batch in one call, and then those that were not written; return their ends.
+    async def _finish_together(self, runs: Sequence[Run]) -> list[Coroutine[Any, Any, object]]:
+        """Record the outcomes of a batch in one call, and return calls that record those that were not written.
 
         The rows of a batch may have been committed together: a crash must not leave some of its records incomplete.
         """
@@ -195,14 +195,7 @@ class MessageRuns:
             written = await self._manager.executor.complete_together(returned)
         except StoreError:
             written = [False] * len(returned)
-        unwritten = [each for each, is_written in zip(returned, written, strict=True) if not is_written]
-        try:
-            return await _ends_of([each.run.complete(each) for each in unwritten])
-        except asyncio.CancelledError:
-            for each in unwritten:
-                if not each.run.is_over:  # its task was cancelled before it started
-                    each.run.complete_later(each)
-            raise
+        return [each.run.complete(each) for each, is_written in zip(returned, written, strict=True) if not is_written]
 
     def _stop(self, error: Exception | None = None) -> dict[Run, LeaseLostError]:
         """Stop the timers of all runs, so that none of them cancels this task while it waits for their outcomes.
@@ -225,7 +218,15 @@ def _index_of(record: Any, requests: Sequence[tuple[Work | End, Any]]) -> int:
 async def _ends_of(calls: Sequence[Coroutine[Any, Any, object]]) -> list[object]:
     """Await concurrent calls, and return their results or errors.  A single call needs no task of its own."""
     if len(calls) != 1:
-        return await asyncio.gather(*calls, return_exceptions=True)
+        gathered = asyncio.gather(*calls, return_exceptions=True)
+        try:
+            return await asyncio.shield(gathered)
+        except asyncio.CancelledError:
+            # Only now have all of them begun: a task that is cancelled before could not record its outcome later.
+            gathered.cancel()
+            with suppress(asyncio.CancelledError):
+                await gathered
+            raise
     try:
         return [await calls[0]]
     except Exception as error:  # noqa: BLE001  # returned to the caller
