@@ -33,7 +33,7 @@ from integr8s_idem.handlers.handler_calls import Batch
 from integr8s_idem.handlers.observing_dispatcher import ObservingEventDispatcher
 from integr8s_idem.handlers.outgoing import Outgoing
 from integr8s_idem.handlers.router import EventRouter
-from integr8s_idem.keys import KeyResolver, KeyStrategy
+from integr8s_idem.keys.event_keys import KeyResolver, KeyStrategy
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus, Verdict
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 DISTRIBUTION: Final = "integr8s-idem-speedups"
 MODULE: Final = "integr8s_idem_speedups"
-INTERFACE: Final = 5
+INTERFACE: Final = 6
 """The interface of the module that this version uses."""
 VARIABLE: Final = "INTEGR8S_IDEM_SPEEDUPS"
 """Environment variable that disables the native code if it is one of `_OFF`."""

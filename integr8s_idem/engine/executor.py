@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
 from time import monotonic, perf_counter
@@ -425,10 +426,9 @@ class Executor(RunServices):
 
     def _count_verdicts(self, works: Sequence[Work], verdicts: Sequence[Verdict]) -> None:
         """Report the verdicts of the store, by event type."""
-        counts: dict[tuple[Sequence[Signal], str], int] = {}
-        for work, verdict in zip(works, verdicts, strict=True):
-            found = _note_verdict(work, verdict), work.event_type
-            counts[found] = counts.get(found, 0) + 1
+        counts = Counter(
+            [(_note_verdict(work, verdict), work.event_type) for work, verdict in zip(works, verdicts, strict=True)]
+        )
         for (signals, event_type), amount in counts.items():
             for signal in signals:
                 self.observer.count(signal, event_type, amount)

@@ -25,7 +25,7 @@ from integr8s_idem.handlers.handler_calls import HandlerFunction, RegisteredHand
 from integr8s_idem.handlers.outgoing import Outgoing, Publisher
 from integr8s_idem.handlers.reconciliation import ReconcilingEventHandler
 from integr8s_idem.handlers.router import EventRouter, Invoke
-from integr8s_idem.keys import KeyResolver, KeyStrategy
+from integr8s_idem.keys.event_keys import KeyResolver, KeyStrategy
 from integr8s_idem.stores.outbox import OutboxStore
 from integr8s_idem.telemetry import SILENT, Observer
 from integr8s_idem.telemetry.log_fields import logging_as

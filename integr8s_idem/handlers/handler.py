@@ -62,7 +62,8 @@ from integr8s_idem.handlers.handler_calls import (
 )
 from integr8s_idem.handlers.outgoing import MessageMaker, Outgoing, Publisher
 from integr8s_idem.handlers.router import Invoke
-from integr8s_idem.keys import Key, KeyResolver, KeySpace
+from integr8s_idem.keys import Key, KeySpace
+from integr8s_idem.keys.event_keys import KeyResolver
 from integr8s_idem.records import Completed
 from integr8s_idem.stores.outbox import OutboxStore
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
@@ -188,12 +189,10 @@ class GuardedExecution(HandlerExecution):
         self.event = event
         self.generation = generation
         self.own_cancellations = 0
-        key, fingerprint = handler.resolver.resolve(handler.name, event, generation)
-        if handler.hides_keys:
-            key = key.hidden()
+        keyed = handler.resolver.resolve(handler.name, event, generation)
         self.work = Work(
-            key,
-            fingerprint,
+            keyed.key.hidden() if handler.hides_keys else keyed.key,
+            keyed.fingerprint,
             handler.ttl,
             event.event_type,
             returns=handler.returns,

@@ -22,7 +22,7 @@ from integr8s_idem.handlers.handler import EventHandler, HandlerExecution
 from integr8s_idem.handlers.handler_calls import HandlerFunction, RegisteredHandler, call_with_event
 from integr8s_idem.handlers.outgoing import Publisher
 from integr8s_idem.handlers.router import EventRouter, Invoke
-from integr8s_idem.keys import KeyResolver
+from integr8s_idem.keys.event_keys import KeyResolver
 from integr8s_idem.stores.outbox import OutboxStore
 from integr8s_idem.telemetry import Gauge
 
@@ -75,13 +75,12 @@ class ObservingEventHandler(EventHandler):
     def work_of(self, event: BaseEvent, generation: int) -> Work | None:
         """Return the work to observe; `None` if no key can be made, which is counted."""
         try:
-            key, fingerprint = self.resolver.resolve(self.name, event, generation)
+            keyed = self.resolver.resolve(self.name, event, generation)
         except Exception as error:  # noqa: BLE001  # a key function is the user's code; the handler runs without it
             self.work_observer.note_no_key(event.event_type, error)
             return None
-        if self.work_observer.space.hash_keys:
-            key = key.hidden()
-        return Work(key, fingerprint, event_type=event.event_type, handler=self.name)
+        key = keyed.key.hidden() if self.work_observer.space.hash_keys else keyed.key
+        return Work(key, keyed.fingerprint, event_type=event.event_type, handler=self.name)
 
 
 class ObservingEventDispatcher(EventDispatcher):

@@ -56,7 +56,7 @@ from integr8s_idem.handlers.router import EventRouter, Invoke
 from integr8s_idem.integrations.handler_injection import context_of, dependencies_of, invoker, transactional_invoker
 from integr8s_idem.integrations.request_scope import scope_of_a_call
 from integr8s_idem.integrations.transactions import TransactionResources, Transactions
-from integr8s_idem.keys import KeyResolver, KeyStrategy
+from integr8s_idem.keys.event_keys import KeyResolver, KeyStrategy
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.factory import open_store
 from integr8s_idem.telemetry import Observer

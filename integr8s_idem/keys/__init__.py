@@ -16,21 +16,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Final
 from urllib.parse import quote
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from integr8s_idem._util import speedups
 from integr8s_idem._util.escaping import printable
 from integr8s_idem.errors import InvalidKeyError
-from integr8s_idem.events import BaseEvent
-from integr8s_idem.keys.fingerprints import content_hash, event_field_set, fingerprint_of, plain_names
 
 MAX_KEY_LENGTH: Final = 255
 """Longest full key, in bytes: short enough for the index of every store, long enough to stay readable."""
@@ -70,17 +66,6 @@ _RESERVED: Final = tuple(f"{entry.value}:" for entry in EntryPoint)
 """Prefixes that are escaped in keys from callers."""
 
 
-class KeyStrategy(str, Enum):
-    """How the key of an event is derived."""
-
-    EVENT_BASED = "event_based"
-    """From the event id.  The fingerprint of the payload is stored with it, to detect reused ids."""
-    CONTENT_HASH = "content_hash"
-    """From the content: its RFC 8785 form without `event_id`, `timestamp`, `metadata`."""
-    CUSTOM = "custom"
-    """From a function of the event."""
-
-
 class Key(Struct, frozen=True, gc=False):
     """One unit of work within a scope, already escaped."""
 
@@ -109,7 +94,7 @@ class Key(Struct, frozen=True, gc=False):
     @staticmethod
     def of_entry(entry: EntryPoint, *parts: str, name: str) -> Key:
         """Create a key of an entry point, distinct from keys of callers and of other entry points."""
-        is_plain = _plain_text(_SAFE).fullmatch
+        is_plain = plain_text(_SAFE).fullmatch
         if not is_plain("".join(parts)):
             parts = tuple([part if is_plain(part) else escaped(part) for part in parts])
         return Key(":".join(("", entry, *parts)), _label(name))
@@ -117,7 +102,7 @@ class Key(Struct, frozen=True, gc=False):
     @staticmethod
     def of_event(handler: str, event_type: str, how: str, value: str, *, generation: int = 0) -> Key:
         """Create a key from an event; `handler` distinguishes the handlers of the event."""
-        text = _key_prefix(handler, event_type, how) + escaped(value)
+        text = key_prefix(handler, event_type, how) + escaped(value)
         return Key(text, _label(f"{event_type}:{value}"), generation)
 
     @property
@@ -185,70 +170,6 @@ class KeySpace:
         return generation_key(full, key.generation) if key.generation else full
 
 
-class KeyedWork(NamedTuple):
-    """A key, and the fingerprint that later uses of the key must match."""
-
-    key: Key
-    fingerprint: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class KeyResolver:
-    """Derives the key of an event for a handler, before the handler can modify the event."""
-
-    strategy: KeyStrategy = KeyStrategy.EVENT_BASED
-    fields: frozenset[str] | None = None
-    """For `content_hash`: use only these fields."""
-    custom: Callable[[BaseEvent], str] | None = None
-    """For `custom`: returns the key of an event."""
-
-    def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "strategy", KeyStrategy(self.strategy))
-        except ValueError as error:
-            known = ", ".join(strategy.value for strategy in KeyStrategy)
-            raise InvalidKeyError(f"{self.strategy!r} is not a key strategy; use one of {known}") from error
-        if (self.strategy is KeyStrategy.CUSTOM) != (self.custom is not None):
-            raise InvalidKeyError("use a key function with the custom strategy, and only with it")
-        if self.fields is not None and self.strategy is not KeyStrategy.CONTENT_HASH:
-            raise InvalidKeyError("fields require the content_hash strategy")
-
-    def check(self, event: type[BaseEvent]) -> None:
-        """Check that the resolver can derive keys from events of a class.
-
-        Raises:
-            InvalidKeyError: `fields` is empty or names a missing field, so that all events would be equal.
-        """
-        missing = (self.fields or frozenset()) - set(event.model_fields)
-        if missing or self.fields == frozenset():
-            raise InvalidKeyError(
-                f"{event.__name__} has no field {', '.join(sorted(missing)) or '(none was named)'} to hash"
-            )
-
-    def resolve(self, handler: str, event: BaseEvent, generation: int = 0) -> KeyedWork:
-        """Return the key of `event` for `handler`; `generation` is the number of deliberate reruns.
-
-        Raises:
-            InvalidKeyError: No key can be made of the event.
-        """
-        if self.strategy is KeyStrategy.EVENT_BASED:
-            if (
-                speedups.native is not None
-                and (maker := _key_maker(handler, type(event), event.event_type)) is not None
-            ):
-                made: KeyedWork | None = maker.make(event, generation)
-                if made is not None:
-                    return made
-            key = Key.of_event(handler, event.event_type, "id", event.event_id, generation=generation)
-            return KeyedWork(key, fingerprint_of(event))
-        if self.strategy is KeyStrategy.CONTENT_HASH:
-            digest = content_hash(event, self.fields)
-            return KeyedWork(Key.of_event(handler, event.event_type, "content", digest, generation=generation), None)
-        assert self.custom is not None
-        value = given_text(self.custom(event))
-        return KeyedWork(Key.of_event(handler, event.event_type, "custom", value, generation=generation), None)
-
-
 def given_text(text: object) -> str:
     """Return `text` if it is a non-empty string.
 
@@ -270,7 +191,7 @@ def _label(text: str) -> str:
 
 def escaped(component: str, *, safe: str = _SAFE) -> str:
     """Percent-encode separators and everything but printable ASCII in a component of a key."""
-    plain = _plain_text(safe).fullmatch(component)
+    plain = plain_text(safe).fullmatch(component)
     if plain:
         return plain[0]
     if component.isascii():
@@ -280,7 +201,7 @@ def escaped(component: str, *, safe: str = _SAFE) -> str:
 
 
 @lru_cache(maxsize=8)
-def _plain_text(safe: str) -> re.Pattern[str]:
+def plain_text(safe: str = _SAFE) -> re.Pattern[str]:
     """Return a pattern for text that `quote` does not change, such as most ids and names."""
     return re.compile(rf"[A-Za-z0-9_.~{re.escape(safe)}-]*")
 
@@ -295,28 +216,9 @@ def _escapes(safe: str) -> dict[int, str]:
 
 
 @lru_cache(maxsize=1024)
-def _key_prefix(handler: str, event_type: str, how: str) -> str:
+def key_prefix(handler: str, event_type: str, how: str) -> str:
     """Return the common prefix of the keys of one handler for one event type."""
     return ":".join(map(escaped, (handler, event_type, how, "")))
-
-
-@lru_cache(maxsize=1024)
-def _key_maker(handler: str, event: type[BaseEvent], event_type: str) -> Any | None:
-    """Return the native code that makes the keys of a class of events; `None` if its payload or type is not plain."""
-    names, label = plain_names(event), f"{event_type}:"
-    has_own_attributes = event.__getattribute__ is not object.__getattribute__ or hasattr(event, "event_id")
-    if speedups.native is None or not names or has_own_attributes or not (label.isascii() and label.isprintable()):
-        return None
-    return speedups.native.KeyMaker(
-        Key,
-        KeyedWork,
-        prefix=_key_prefix(handler, event_type, "id"),
-        label=label,
-        longest_label=LONGEST_LABEL,
-        safe="".join(character for character in map(chr, range(128)) if escaped(character) == character),
-        field_set=event_field_set(event),
-        names=names,
-    )
 
 
 @lru_cache(maxsize=1024)

@@ -58,14 +58,11 @@ def fingerprint_of(event: BaseEvent) -> bytes:
     If you give it to a manager, it is compared whole.  Give the event itself instead, so that versions of its class
     that differ in a field can be deployed side by side.
     """
-    field_set = event_field_set(type(event))
-    names = plain_names(type(event))
-    if names:
-        try:
-            return fingerprint_of_fields(field_set, _to_json(_plain_payload(event.__dict__, names)))
-        except (TypeError, ValueError):
-            pass  # a value whose JSON form depends on the writer
-    return fingerprint_of_fields(field_set, canonical_json(payload_of(event)))
+    plain = plain_fingerprints(type(event))
+    made = None if plain is None else plain.make(event.__dict__)
+    if made is not None:
+        return made
+    return fingerprint_of_fields(event_field_set(type(event)), canonical_json(payload_of(event)))
 
 
 @lru_cache(maxsize=1_024)
@@ -74,21 +71,36 @@ def event_field_set(event: type[BaseEvent]) -> bytes:
     return field_set_of(event, VOLATILE_FIELDS)
 
 
-def _plain_payload(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, object]:
-    """Return the same as `payload_of`, in canonical order, if all values are plain.
+class PlainFingerprints:
+    """Makes the fingerprints of one class of events, whose fields are `plain_names`, like `fingerprint_of`."""
 
-    Raises:
-        TypeError: A value is not plain.
-    """
-    table = {}
-    for name in names:
-        value = values[name]
-        kind = type(value)
-        if kind is str or kind is bool or value is None or (kind is int and abs(value) <= _SAFE_INTEGER):
-            table[name] = value
-        else:
-            raise TypeError
-    return table
+    __slots__ = ("_field_set", "_names")
+
+    def __init__(self, field_set: bytes, names: tuple[str, ...]) -> None:
+        self._field_set = field_set
+        self._names = names
+
+    def make(self, values: Mapping[str, Any]) -> bytes | None:
+        """Return the fingerprint of these fields; `None` if the JSON form of a value may depend on the writer."""
+        payload = {}
+        for name in self._names:
+            payload[name] = value = values[name]
+            kind = type(value)
+            if kind is str or kind is bool or value is None:
+                continue
+            if kind is not int or abs(value) > _SAFE_INTEGER:
+                return None
+        try:
+            return fingerprint_of_fields(self._field_set, _to_json(payload))
+        except (TypeError, ValueError):  # such as a lone surrogate
+            return None
+
+
+@lru_cache(maxsize=1_024)
+def plain_fingerprints(event: type[BaseEvent]) -> PlainFingerprints | None:
+    """Return what makes the fingerprints of plain events of a class; `None` if its fields are not plain."""
+    names = plain_names(event)
+    return PlainFingerprints(event_field_set(event), names) if names else None
 
 
 @lru_cache(maxsize=1_024)

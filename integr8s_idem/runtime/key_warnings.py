@@ -9,7 +9,7 @@ from integr8s_idem.config import Settings
 from integr8s_idem.errors import ApplicationError, SettingsMistake
 from integr8s_idem.handlers.router import EventRouter
 from integr8s_idem.integrations.dishka import DispatcherProvider, IdempotentDispatcherProvider
-from integr8s_idem.keys import KeyResolver, KeyStrategy
+from integr8s_idem.keys.event_keys import KeyResolver, KeyStrategy
 from integr8s_idem.runtime.containers import NOT_CREATED, explained
 from integr8s_idem.runtime.service import Platform, Service
 

@@ -3,7 +3,7 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyString, PyTuple, PyType};
+use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyString, PyType};
 use sha2::{Digest, Sha256};
 
 const FINGERPRINT_BYTES: usize = 16;
@@ -17,7 +17,6 @@ const SAFE_INTEGER: i64 = (1 << 53) - 1;
 pub struct KeyMaker {
     key: Py<PyType>,
     keyed_work: Py<PyType>,
-    new_tuple: Py<PyAny>,
     prefix: String,
     label: String,
     longest_label: usize,
@@ -63,7 +62,6 @@ impl KeyMaker {
         Ok(Self {
             key,
             keyed_work,
-            new_tuple: py.get_type::<PyTuple>().getattr("__new__")?.unbind(),
             prefix,
             label,
             longest_label,
@@ -97,8 +95,7 @@ impl KeyMaker {
         set.copy_from_slice(&self.field_set);
         digest.copy_from_slice(&Sha256::digest(json)[..digest.len()]);
         let fingerprint = PyBytes::new(py, &fingerprint);
-        let pair = PyTuple::new(py, [key, fingerprint.into_any()])?;
-        self.new_tuple.bind(py).call1((self.keyed_work.bind(py), pair)).map(Some)
+        self.keyed_work.bind(py).call1((key, fingerprint)).map(Some)
     }
 }
 

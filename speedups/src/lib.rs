@@ -13,7 +13,7 @@ mod redis;
 use pyo3::prelude::*;
 
 /// Number of the interface between this module and integr8s-idem, which uses only the one that it knows.
-const INTERFACE: u32 = 5;
+const INTERFACE: u32 = 6;
 
 #[pymodule]
 fn integr8s_idem_speedups(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -30,7 +30,8 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     TelemetryProvider,
 )
-from integr8s_idem.keys import Key, KeyResolver, KeyStrategy
+from integr8s_idem.keys import Key
+from integr8s_idem.keys.event_keys import KeyResolver, KeyStrategy
 from integr8s_idem.records import Completed, Corrupt, IdempotencyStatus, Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.redis import RedisIdempotencyRepository

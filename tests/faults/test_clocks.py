@@ -26,7 +26,8 @@ from integr8s_idem.errors import LeaseLostError, UndecodableEventError
 from integr8s_idem.events import BaseEvent, EventDecoder
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
-from integr8s_idem.keys import Key, KeyResolver
+from integr8s_idem.keys import Key
+from integr8s_idem.keys.event_keys import KeyResolver
 from integr8s_idem.records import IdempotencyStatus, InProgress, Previous, Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.stores.redis import RedisIdempotencyRepository

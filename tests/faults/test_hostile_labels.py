@@ -19,7 +19,8 @@ from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
-from integr8s_idem.keys import MAX_KEY_LENGTH, Key, KeyResolver, KeySpace, KeyStrategy
+from integr8s_idem.keys import MAX_KEY_LENGTH, Key, KeySpace
+from integr8s_idem.keys.event_keys import KeyResolver, KeyStrategy
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.telemetry import Gauge, Phase, Signal

@@ -18,6 +18,8 @@ from integr8s_idem import events as wire
 from integr8s_idem import keys
 from integr8s_idem._util import speedups
 from integr8s_idem.errors import UndecodableEventError
+from integr8s_idem.keys import event_keys
+from integr8s_idem.keys.fingerprints import PlainFingerprints
 from integr8s_idem.records import (
     JSON,
     Completed,
@@ -54,8 +56,8 @@ def test_no_fuzzed_input_tells_native_and_python_code_apart() -> None:
     ("module", "name", "broken"),
     [
         (wire, "_envelope_in", lambda fields: ("shipped", "1.0")),
-        (keys, "fingerprint_of", lambda event: b"f" * 16),
-        (keys, "_label", lambda text: "label"),
+        (PlainFingerprints, "make", lambda self, values: b"f" * 16),
+        (event_keys._KeyMaker, "make", lambda self, event, generation: event_keys.KeyedWork(keys.Key("a", "b"), None)),
         (codec, "crc32", lambda data: zlib.crc32(data) ^ 1),
         (codec, "encode_life", lambda duration: b"123456"),
         (codec, "_result", lambda flags, rest: None),
@@ -77,7 +79,7 @@ def test_keys_and_fingerprints_are_equal(event_id: str, note: str, count: int, i
         event_id=event_id, event_type="shipped", order_id=note[::-1], count=count, is_gift=is_gift, note=note
     )
 
-    native.must_agree("keys", lambda: keys.KeyResolver().resolve("ship", event), event)
+    native.must_agree("keys", lambda: event_keys.KeyResolver().resolve("ship", event), event)
 
 
 @given(
@@ -237,7 +239,7 @@ def test_no_reference_is_leaked_or_lost() -> None:
     )
 
     def use_all() -> None:
-        keys.KeyResolver().resolve("ship", event)
+        event_keys.KeyResolver().resolve("ship", event)
         native.scanned(wire.encode_event(event))
         batch_codec.encode_requests([request, request])
         verdicts = batch_codec.verdicts_of([request, request, request], [10**15, 0, 0, record])

@@ -14,7 +14,8 @@ from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.handler_calls import HandlerCall, RegisteredHandler
 from integr8s_idem.handlers.router import EventRouter
-from integr8s_idem.keys import Key, KeyResolver, KeyStrategy
+from integr8s_idem.keys import Key
+from integr8s_idem.keys.event_keys import KeyResolver, KeyStrategy
 from integr8s_idem.records import Completed, Completion, InProgress, Reserved, StoredResult
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
 from integr8s_idem.testing.virtual_time import virtual_time

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from integr8s_idem.diagnostics import Code, Finding
-from integr8s_idem.keys import KeyResolver
+from integr8s_idem.keys.event_keys import KeyResolver
 from integr8s_idem.worker.assignments import AbandonedError, Delivery
 from integr8s_idem.worker.retries import Retries
 from tests.kafka_faults import servers

@@ -12,7 +12,8 @@ from pydantic import Field
 from integr8s_idem.engine.error_text import LONGEST_ERROR
 from integr8s_idem.errors import InvalidKeyError, UndecodableEventError
 from integr8s_idem.events import BaseEvent, EventDecoder, _read_carefully, encode_event, event_headers, read_json
-from integr8s_idem.keys import MAX_KEY_LENGTH, KeyResolver, KeySpace, KeyStrategy
+from integr8s_idem.keys import MAX_KEY_LENGTH, KeySpace
+from integr8s_idem.keys.event_keys import KeyResolver, KeyStrategy
 from integr8s_idem.telemetry.opentelemetry import OpenTelemetryObserver
 from integr8s_idem.worker.dead_letters import DeadLetter, claim_of
 from tests.campaigns.figures import Figures

@@ -15,7 +15,7 @@ from msgspec.structs import astuple, replace
 from integr8s_idem._util import speedups
 from integr8s_idem.errors import UndecodableEventError
 from integr8s_idem.events import BaseEvent, EventDecoder, read_json
-from integr8s_idem.keys import KeyResolver
+from integr8s_idem.keys.event_keys import KeyResolver
 from integr8s_idem.records import Completion, Reserved, ReserveRequest, StoredResult, TraceLink
 from integr8s_idem.stores.redis import batch_codec, codec, scripts
 from tests.campaigns.figures import Campaign, Figures, ViolationError

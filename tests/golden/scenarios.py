@@ -12,7 +12,8 @@ from typing import Any, Final, Literal
 
 from integr8s_idem.engine.step_slots import mark_of
 from integr8s_idem.events import BaseEvent
-from integr8s_idem.keys import Key, KeyResolver, KeySpace, KeyStrategy
+from integr8s_idem.keys import Key, KeySpace
+from integr8s_idem.keys.event_keys import KeyResolver, KeyStrategy
 from integr8s_idem.keys.fingerprints import content_hash, fingerprint, fingerprint_of
 from integr8s_idem.records import Completion, Failure, InProgress, Reserved, ReserveRequest, StoredResult, TraceLink
 from integr8s_idem.stores import IdempotencyRepository

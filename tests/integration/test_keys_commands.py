@@ -13,7 +13,8 @@ from redis import Redis
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.cli.keys_format import RESULT_PREVIEW
 from integr8s_idem.engine.steps import Steps
-from integr8s_idem.keys import Key, KeyResolver
+from integr8s_idem.keys import Key
+from integr8s_idem.keys.event_keys import KeyResolver
 from integr8s_idem.records import IdempotencyStatus, Reserved
 from integr8s_idem.stores import IdempotencyRepository
 from tests.support.keys_desk import LONG, TRACE, Desk, event

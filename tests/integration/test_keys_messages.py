@@ -12,7 +12,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from integr8s_idem import IdempotencyConfig, IdempotencyManager
 from integr8s_idem.events import encode_event, event_headers
-from integr8s_idem.keys import KeyResolver, KeyStrategy
+from integr8s_idem.keys.event_keys import KeyResolver, KeyStrategy
 from integr8s_idem.operations.keys import undecodable_message
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.worker.dead_letters import GENERATION, REPLAY_GROUP, DeadLetter, replay_of

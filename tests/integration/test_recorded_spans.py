@@ -23,7 +23,7 @@ from integr8s_idem import (
 )
 from integr8s_idem.failures import discard
 from integr8s_idem.integrations.dishka import FromDishka
-from integr8s_idem.keys import KeyResolver
+from integr8s_idem.keys.event_keys import KeyResolver
 from integr8s_idem.reconciliation import Answer, Done
 from integr8s_idem.records import Reserved, ReserveRequest, TraceLink
 from integr8s_idem.telemetry import conventions

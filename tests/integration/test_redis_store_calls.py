@@ -187,7 +187,7 @@ async def test_a_fence_is_the_clock_of_the_server_in_microseconds(
 
 async def answer_of(client: Redis, request: ReserveRequest) -> object:
     """Return the answer of the script about one key."""
-    answers = await client.eval(scripts.RESERVE.text, 1, request.key, codec.encode_reserve(request))
+    answers = await client.eval(scripts.RESERVE.text, 1, request.key, codec.encode_reserve([request])[0])
     return answers[1]
 
 

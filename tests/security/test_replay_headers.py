@@ -18,7 +18,7 @@ from integr8s_idem.cli.top_table import fleet_table
 from integr8s_idem.events import BaseEvent, encode_event
 from integr8s_idem.handlers.dispatcher import IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
-from integr8s_idem.keys import KeyResolver
+from integr8s_idem.keys.event_keys import KeyResolver
 from integr8s_idem.operations.fleet import Figures, FleetSnapshot, ServiceRow, WorkerSnapshot
 from integr8s_idem.operations.metrics_scraper import parse_metrics
 from integr8s_idem.records import IdempotencyStatus

@@ -15,18 +15,17 @@ from hypothesis import strategies as st
 
 from integr8s_idem.errors import InvalidKeyError
 from integr8s_idem.events import BaseEvent, EventMetadata
-from integr8s_idem.keys import (
-    LONGEST_LABEL,
-    MAX_KEY_LENGTH,
-    EntryPoint,
-    Key,
-    KeyResolver,
-    KeySpace,
-    KeyStrategy,
-    downstream_key,
-    escaped,
+from integr8s_idem.keys import LONGEST_LABEL, MAX_KEY_LENGTH, EntryPoint, Key, KeySpace, downstream_key, escaped
+from integr8s_idem.keys.event_keys import KeyedWork, KeyResolver, KeyStrategy, _key_maker
+from integr8s_idem.keys.fingerprints import (
+    _rfc8785_json,
+    canonical_json,
+    content_hash,
+    event_field_set,
+    fingerprint_of,
+    fingerprint_of_fields,
+    payload_of,
 )
-from integr8s_idem.keys.fingerprints import _rfc8785_json, canonical_json, content_hash, fingerprint_of
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import Job, guarded
 
@@ -178,6 +177,30 @@ def test_readable_keys_stay_readable() -> None:
     assert SPACE.full(keyed.key) == "idempotency:billing:charge:order_placed:id:0192-a"
     assert keyed.key.label == "order_placed:0192-a"
     assert SPACE.full(Key.of("order:1")) == "idempotency:billing::order:1"
+
+
+ids = text | st.uuids().map(str) | st.text("aZ09-._~@+,/", min_size=LONGEST_LABEL - 20, max_size=LONGEST_LABEL + 5)
+
+
+@given(handler=text, event_id=ids, order_id=text, generation=st.integers(0, 999))
+@example(handler="ship", event_id="0192-a", order_id="1", generation=7)
+@example(handler="ship", event_id="x" * (LONGEST_LABEL - len("order_moved:")), order_id="1", generation=0)
+@example(handler="ship", event_id="x" * (LONGEST_LABEL - len("order_moved:") + 1), order_id="1", generation=0)
+def test_the_prepared_key_of_a_plain_event_is_its_usual_key(
+    handler: str, event_id: str, order_id: str, generation: int
+) -> None:
+    event = OrderMoved.model_construct(**(OrderMoved().__dict__ | {"event_id": event_id, "order_id": order_id}))
+    usual = Key.of_event(handler, "order_moved", "id", event_id, generation=generation)
+    maker = _key_maker(None, handler, OrderMoved, "order_moved")
+    assert maker is not None
+
+    prepared = maker.make(event, generation)
+
+    if prepared is not None:
+        digest = canonical_json(payload_of(event))
+        assert prepared == KeyedWork(usual, fingerprint_of_fields(event_field_set(OrderMoved), digest))
+    is_plain = usual.name == f"order_moved:{event_id}" and escaped(event_id) == event_id and order_id.isprintable()
+    assert prepared is not None or not is_plain
 
 
 @pytest.mark.scenario(6, 100)

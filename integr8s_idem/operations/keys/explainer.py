@@ -9,7 +9,8 @@ from integr8s_idem.config import IdempotencyConfig, Settings
 from integr8s_idem.errors import ApplicationError, IdempotencyError, UndecodableEventError
 from integr8s_idem.failures import FailureRule
 from integr8s_idem.handlers.handler import GuardedExecution
-from integr8s_idem.keys import KeySpace, KeyStrategy, generation_key
+from integr8s_idem.keys import KeySpace, generation_key
+from integr8s_idem.keys.event_keys import KeyStrategy
 from integr8s_idem.operations.keys.explanation import Explanation, MissingRecord, RecordExplanation, newest_after
 from integr8s_idem.operations.keys.kafka_message import (
     EventIdentity,

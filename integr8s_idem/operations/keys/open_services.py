@@ -14,7 +14,8 @@ from integr8s_idem.failures import FailureRule
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventHandler
 from integr8s_idem.handlers.observing_dispatcher import ObservingEventHandler
 from integr8s_idem.handlers.reconciliation import ReconcilingEventHandler
-from integr8s_idem.keys import Key, KeySpace, KeyStrategy
+from integr8s_idem.keys import Key, KeySpace
+from integr8s_idem.keys.event_keys import KeyStrategy
 from integr8s_idem.operations.keys.key_parser import ParsedKey, split_generation
 from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.runtime.containers import get_dispatcher, get_publisher, make_container

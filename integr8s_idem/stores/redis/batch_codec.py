@@ -43,9 +43,13 @@ def _codec_of(native: Any) -> Any:
 def encode_requests(requests: Sequence[ReserveRequest]) -> list[bytes]:
     """Encode the argument of `reserve.lua` for each key."""
     if speedups.native is None:
-        return list(map(codec.encode_reserve, requests))
-    encoded: list[bytes] = _codec_of(speedups.native).encode_requests(list(requests), codec.encode_reserve)
+        return codec.encode_reserve(requests)
+    encoded: list[bytes] = _codec_of(speedups.native).encode_requests(list(requests), _encode_request)
     return encoded
+
+
+def _encode_request(request: ReserveRequest) -> bytes:
+    return codec.encode_reserve((request,))[0]
 
 
 def encode_completions(completions: Sequence[Completion]) -> list[bytes]:

@@ -70,7 +70,7 @@ A completed record without a result takes 20 to 60 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from struct import Struct
@@ -190,9 +190,16 @@ def encode_times(lease: timedelta, retention: timedelta) -> bytes:
     return lease_ms.to_bytes(6, "big") + retention_ms.to_bytes(6, "big")
 
 
-def encode_reserve(request: ReserveRequest) -> bytes:
-    """Encode the argument of `reserve.lua` for one key: lease, retention and request."""
-    return encode_times(request.lease, request.retention) + encode_request(request)
+def encode_reserve(requests: Iterable[ReserveRequest]) -> list[bytes]:
+    """Encode the argument of `reserve.lua` for each key: lease, retention and request."""
+    lease = retention = None
+    encoded, times = [], b""
+    for request in requests:
+        if request.lease is not lease or request.retention is not retention:  # usually the same objects in a batch
+            lease, retention = request.lease, request.retention
+            times = encode_times(lease, retention)
+        encoded.append(times + encode_request(request))
+    return encoded
 
 
 def encode_request(request: ReserveRequest) -> bytes:
@@ -219,7 +226,7 @@ def encode_request(request: ReserveRequest) -> bytes:
         flags |= HAS_FINGERPRINT
         extras = fingerprint + extras
     tail = token + request.owner.encode("utf-8", "surrogatepass")
-    return b"%b%b%b%b" % (_FLAG_BYTES[flags], extras, _CHECKS.pack(crc32(extras), crc32(tail)), tail)
+    return _FLAG_BYTES[flags] + extras + _CHECKS.pack(crc32(extras), crc32(tail)) + tail
 
 
 def _trace_bytes(trace: TraceLink) -> bytes:

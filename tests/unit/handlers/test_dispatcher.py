@@ -31,7 +31,7 @@ from integr8s_idem.handlers.dispatcher import (
 )
 from integr8s_idem.handlers.handler_calls import HandlerCall, RegisteredHandler
 from integr8s_idem.handlers.router import EventRouter
-from integr8s_idem.keys import KeyResolver, KeyStrategy
+from integr8s_idem.keys.event_keys import KeyResolver, KeyStrategy
 from integr8s_idem.records import Completed
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import LEASE, guarded

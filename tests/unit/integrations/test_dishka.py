@@ -42,7 +42,7 @@ from integr8s_idem.integrations.dishka import (
     inject,
     setup_dishka,
 )
-from integr8s_idem.keys import KeyStrategy
+from integr8s_idem.keys.event_keys import KeyStrategy
 from integr8s_idem.records import Completed, Completion
 from integr8s_idem.runtime import Service, make_container
 from integr8s_idem.stores import IdempotencyRepository

@@ -54,7 +54,7 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     TelemetryProvider,
 )
-from integr8s_idem.keys import KeyResolver
+from integr8s_idem.keys.event_keys import KeyResolver
 from integr8s_idem.operations.graphs import Part, ServiceGraph, make_graphs
 from integr8s_idem.operations.graphs.mermaid import as_mermaid
 from integr8s_idem.operations.graphs.page import as_page, lasting

@@ -15,7 +15,8 @@ from integr8s_idem.errors import PermanentError
 from integr8s_idem.events import BaseEvent, encode_event
 from integr8s_idem.handlers.dispatcher import EventDispatcher, IdempotentEventDispatcher
 from integr8s_idem.handlers.router import EventRouter
-from integr8s_idem.keys import Key, KeyResolver, KeyStrategy
+from integr8s_idem.keys import Key
+from integr8s_idem.keys.event_keys import KeyResolver, KeyStrategy
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker import consumer, poller
 from integr8s_idem.worker.kafka_protocols import Partition

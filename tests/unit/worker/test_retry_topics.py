@@ -13,7 +13,7 @@ from integr8s_idem import EventRouter, IdempotencyStatus, IdempotentEventDispatc
 from integr8s_idem.config.sections import ReplaySettings
 from integr8s_idem.errors import ApplicationError, PublishError, RetryAfter
 from integr8s_idem.handlers.dispatcher import EventDispatcher
-from integr8s_idem.keys import KeyResolver
+from integr8s_idem.keys.event_keys import KeyResolver
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.kafka_protocols import Partition
 from integr8s_idem.worker.retry_topics import MOST_FETCHED

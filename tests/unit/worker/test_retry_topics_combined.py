@@ -19,7 +19,7 @@ from integr8s_idem.errors import (
     TransactionAbortedError,
 )
 from integr8s_idem.failures import discard
-from integr8s_idem.keys import KeyResolver
+from integr8s_idem.keys.event_keys import KeyResolver
 from integr8s_idem.reconciliation import Answer, Done, Unknown
 from integr8s_idem.testing.virtual_time import virtual_time
 from integr8s_idem.worker.dead_letters import replay_of

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from integr8s_idem.keys import KeyResolver
+from integr8s_idem.keys.event_keys import KeyResolver
 from integr8s_idem.records import NOBODY, Previous, Reserved, ReserveRequest, Scheduled
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.testing.contract import SteppedClock
