@@ -185,8 +185,10 @@ async def calls_per_event(services: Services, service: ServiceSettings, *, guard
     return Counter({where: round((many[where] - few[where]) / (MANY - FEW) * 1_000) for where in many})
 
 
-async def _allocations(services: Services, service: ServiceSettings) -> float:
-    few, many = [await count_allocations(services.handle(records_of(events), service)) for events in (1_000, FEW)]
+async def _allocations(services: Services, *, guarded: bool) -> float:
+    few, many = [
+        await count_allocations(services.handle(records_of(events), NOOP, guarded=guarded)) for events in (1_000, FEW)
+    ]
     return (many - few) / (FEW - 1_000)
 
 
@@ -200,8 +202,8 @@ async def measure(_: Options, progress: Progress) -> Flat:
         for name, service, guarded in kinds:
             found = await calls_per_event(services, service, guarded=guarded)
             results[f"frames.{name}calls"] = round(found.total() / 1_000, 1)
-        results["frames.allocations"] = round(await _allocations(services, NOOP), 1)
         for name, guarded in (("", True), ("plain.", False)):
+            results[f"frames.{name}allocations"] = round(await _allocations(services, guarded=guarded), 1)
             in_flight = await services.bytes_in_flight(records_of(WAITING.concurrency), guarded=guarded)
             results[f"frames.{name}bytes_in_flight"] = round(in_flight)
         results["frames.by_hand.bytes_in_flight"] = round(await bytes_by_hand(records_of(WAITING.concurrency)))
