@@ -71,9 +71,16 @@ class IdempotencyError(Exception):
     def read_more(self) -> str:
         """A command that prints the explanation of this error; it works wherever the package is installed."""
         package = __name__.partition(".")[0]
-        # For a subclass defined by an application, print the explanation of its base class in this library.
-        known = next(kind for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == package)
+        # For an internal subclass, or one defined by an application, print the explanation of its base class.
+        known = next(
+            kind
+            for kind in type(self).__mro__
+            if kind.__module__.partition(".")[0] == package and "_is_internal" not in vars(kind)
+        )
         return f"Read more: integr8s-idem errors {known.__name__}"
+
+    _is_internal: ClassVar[bool]
+    """Set in subclasses that are not public, and have no explanation of their own."""
 
     _fields: ClassVar[tuple[str, ...]] = ()
     """The names of the arguments, in order; empty for an error whose arguments are its message."""

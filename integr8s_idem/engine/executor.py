@@ -23,6 +23,7 @@ from integr8s_idem.engine.verdict_observer import VerdictObserver, describe
 from integr8s_idem.engine.work import (
     Attempt,
     Executed,
+    HandlerFailed,
     Isolation,
     NotStarted,
     Outcome,
@@ -62,6 +63,9 @@ ONCE: Final = RunOptions()
 FIRST_LOOK: Final = 0.05
 LONGEST_LOOK: Final = 1.0
 """Seconds between checks of a key that another process holds; the pause doubles up to the longest."""
+
+SHORTEST_WAIT: Final = 1e-6
+"""Seconds of a wait.  A shorter one may end at its beginning, since times are floats, and then again and again."""
 
 
 class Executor(RunServices):
@@ -267,10 +271,13 @@ class Executor(RunServices):
         declined = self.declined(work, outcome)
         if not isinstance(declined, Run):
             return declined
-        await turn_of_the_loop()
-        returned = await declined.call(function)
-        assert not isinstance(returned, NotStarted), "a run without a lease cannot be late"
-        return await declined.complete(returned) if isinstance(returned, Returned) else returned
+        async with records.savepoint():
+            await turn_of_the_loop()
+            returned = await declined.call(function)
+            if isinstance(returned, HandlerFailed):
+                raise returned.error
+        assert isinstance(returned, Returned), "a run without a lease cannot be late, and no rule discards its errors"
+        return await declined.complete(returned)
 
     async def settled(
         self,
@@ -421,7 +428,8 @@ class Executor(RunServices):
         work.unguarded_runs += 1
         work.count_copied_attempts()
         run = Run(self, work, None, options)
-        run.attempt = Attempt(key, work.unguarded_runs, 0, float("inf"), work.key.label, work.key.generation)
+        number = max(work.unguarded_runs, work.failed_runs + 1)
+        run.attempt = Attempt(key, number, 0, float("inf"), work.key.label, work.key.generation)
         return run
 
     def _count_verdicts(self, works: Sequence[Work], verdicts: Sequence[Verdict]) -> None:
@@ -483,6 +491,6 @@ def _time_left(work: Work, found: Pending, longest: timedelta, waited: float) ->
         IdempotencyConflictError: It has waited for too long.
     """
     left = longest.total_seconds() - waited
-    if left <= 0:
+    if left < SHORTEST_WAIT:
         raise IdempotencyConflictError(work.key.label, found.attempt, found.retry_after, found.owner, longest)
     return left

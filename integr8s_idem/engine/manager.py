@@ -40,7 +40,7 @@ from integr8s_idem.engine.results import (
     return_type_of,
 )
 from integr8s_idem.engine.run import RunOptions
-from integr8s_idem.engine.steps import Steps
+from integr8s_idem.engine.steps import Steps, UnrecordedSteps
 from integr8s_idem.engine.store_client import StoreClient
 from integr8s_idem.engine.work import Attempt, Executed, Outcome, WaitForStore, Work
 from integr8s_idem.errors import (
@@ -412,6 +412,8 @@ class IdempotencyManager:
             ApplicationError: The calling code is not part of a run of this manager.
         """
         manager, run = self._current_run()
+        if run.lease is None and not run.commits_itself:
+            return UnrecordedSteps()  # as the run, which a policy allowed without a record
         if run.steps is None:
             run.steps = Steps(manager.space, manager.executor, manager.measured_repository, run)
         assert isinstance(run.steps, Steps)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,7 +34,7 @@ from integr8s_idem.engine.leases import HeldLease, LateStartError
 from integr8s_idem.engine.local_cache import LocalCache
 from integr8s_idem.engine.results import repeatable
 from integr8s_idem.engine.store_client import StoreClient
-from integr8s_idem.engine.transactions import OutcomeWriter
+from integr8s_idem.engine.transactions import OutcomeWriter, UnknownCommitError
 from integr8s_idem.engine.work import (
     SUSPECT_AFTER,
     Attempt,
@@ -285,6 +285,7 @@ class Run(ActiveRun):
         """Start the timer of the work, which must not be late.  `owner` is cancelled if the lease is lost."""
         lease = self.lease
         if lease is None:
+            self.outer = self.among.innermost()
             return self.attempt
         attempt = self._begin_attempt(lease)
         self.among.add(self)
@@ -298,7 +299,7 @@ class Run(ActiveRun):
 
     def within(self) -> AbstractContextManager[None]:
         """Make the block part of the run: it may use its steps, and must not request its own key."""
-        return nullcontext() if self.lease is None else self.among.within(self)
+        return self.among.within(self)
 
     def raise_if_lost(self) -> None:
         """Raise if the lease is lost, and withdraw the cancellation of the owner.
@@ -335,7 +336,7 @@ class Run(ActiveRun):
             LeaseLostError, ResultNotStoredError: See `complete`.
         """
         if self.lease is None:
-            return Executed(value, self.attempt.number)
+            return self.unrecorded(Returned(self, value, None))
         return await self.complete(self.returned(self.lease, value))
 
     def returned(self, lease: HeldLease, value: T) -> Returned[T]:
@@ -372,6 +373,8 @@ class Run(ActiveRun):
     def release(self) -> None:
         """Release the key in the background, without an outcome."""
         lease = self.lease
+        if lease is None:
+            self.end()
         if lease is None or self.is_over:
             return
         if lease.entered:
@@ -433,6 +436,7 @@ class Run(ActiveRun):
         self, function: Callable[[Attempt], Awaitable[T]]
     ) -> Returned[T] | HandlerFailed | Discarded:
         work = self.work
+        self.among.enter_unregistered(self)
         try:
             with self._services.observer.phase(
                 Phase.HANDLE, work.event_type, attempt=self.attempt.number, handler=work.handler
@@ -440,9 +444,15 @@ class Run(ActiveRun):
                 value: T = repeatable(await function(self.attempt), work.key.label, work.returns)
         except Exception as error:  # noqa: BLE001  # returned as the outcome
             return self._unguarded_failure(error)
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            self.among.leave(self)
         return Returned(self, value, None)
 
     def _unguarded_failure(self, error: Exception) -> HandlerFailed | Discarded:
+        self.end()  # without `_leave`: the work keeps the token of an unanswered request
         self._services.observer.count(Signal.HANDLER_FAILED, self.work.event_type)
         number, rule = self.attempt.number, self.work.rule_for(error, self._services.config)
         if rule is not None and rule.action is FailureAction.DISCARD:
@@ -466,8 +476,10 @@ class Run(ActiveRun):
             services.observer.count(Signal.STALE_START_PREVENTED, work.event_type)
             await services.client.try_to_release(work, lease.reservation)
             return None
-        if writer is not None and error is writer.store_error:
-            await services.client.try_to_release(work, lease.reservation)
+        if writer is not None and (error is writer.store_error or isinstance(error, UnknownCommitError)):
+            work.uncounted_attempts += 1
+            wait = self.options.wait_for_store
+            await services.client.try_to_release(work, lease.reservation, wait, lease.deadline)
             return None
         return await self._handler_failed(lease, error)
 

@@ -334,7 +334,7 @@ class StoreClient:
 
         Args:
             wait_for_store: Awaited if the store does not answer; then the release is retried until the end of the lease
-                at `deadline`.
+                at `deadline`.  Not with `on_store_error = "open"`: everything continues without the store.
             deadline: By the event loop's clock.
             delay: How long nobody may run the work, by the store's clock; zero for another attempt at once.
         """
@@ -346,6 +346,8 @@ class StoreClient:
                 except StoreError as error:
                     self._observer.count(Signal.STORE_ERROR, work.event_type)
                     if wait_for_store is None or not isinstance(error, StoreUnavailableError):
+                        return False
+                    if self._config.on_store_error is OnStoreError.OPEN:
                         return False
                     await wait_for_store(error)
                 if asyncio.get_running_loop().time() > deadline:

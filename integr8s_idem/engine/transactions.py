@@ -8,12 +8,25 @@ from typing import TypeVar
 from integr8s_idem.engine.leases import HeldLease
 from integr8s_idem.engine.store_client import StoreClient
 from integr8s_idem.engine.work import Attempt, Executed, Transaction, Work
-from integr8s_idem.errors import StoreError
+from integr8s_idem.errors import StoreError, StoreUnavailableError
 from integr8s_idem.events import Message
 from integr8s_idem.records import Reserved, Verdict
 from integr8s_idem.stores import JoinedRepository
 
 T = TypeVar("T")
+
+
+class UnknownCommitError(StoreUnavailableError):
+    """The database did not answer the COMMIT of a handler's transaction, which has committed, or has not.
+
+    The record of the work shows which, since it is part of the transaction.
+    """
+
+    _is_internal = True
+
+    def __init__(self, label: str, reason: str) -> None:
+        super().__init__(f"the commit of {label}", reason)
+        self.args = (label, reason)
 
 
 class OutcomeWriter:

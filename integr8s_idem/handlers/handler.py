@@ -214,7 +214,8 @@ class GuardedExecution(HandlerExecution):
         return self.handler.manager.space.full(self.work.key.in_generation(0))
 
     def _unguarded_attempt(self) -> int:
-        return self.work.unguarded_runs
+        work = self.work
+        return max(work.unguarded_runs, work.failed_runs) if work.unguarded_runs else 0
 
     def _blocks_on_failure(self) -> bool:
         return self.handler.manager.config.on_failure is OnFailure.BLOCK

@@ -47,7 +47,6 @@ from integr8s_idem.integrations.kafka_loops import (
     stop_of,
 )
 from integr8s_idem.integrations.message_runs import MessageRuns
-from integr8s_idem.keys import Key
 from integr8s_idem.keys.fingerprints import fingerprint
 from integr8s_idem.records import Completed
 from integr8s_idem.telemetry.log_fields import SOURCE, CommonSource, LogSource, MessageSource
@@ -91,8 +90,8 @@ class MessageGuard(BaseMiddleware[Any, Any]):
         self._subscriber: Any = context.get_local("handler_")
         self._runs = MessageRuns(settings.manager)
         self._value: Any = None
-        self._unit: Key | None = None
-        """The key of a single message; the event ids of its published messages are derived from it."""
+        self._unit: str | None = None
+        """The full key of a single message; the event ids of its published messages are derived from it."""
         self._published = 0
         self._is_guarded = False
         """Whether published messages answer a guarded message."""
@@ -115,7 +114,7 @@ class MessageGuard(BaseMiddleware[Any, Any]):
             return await self._consume_batch(call_next, msg)
         work = self._work_or_end(msg.raw_message)
         if isinstance(work, Work):
-            self._unit = work.key
+            self._unit = self._manager.space.full(work.key)
         ended = await self._or_redeliver(self._runs.begin(work, msg.raw_message))
         if ended is not None and ended.is_discarded:
             raise AckMessage
@@ -124,7 +123,8 @@ class MessageGuard(BaseMiddleware[Any, Any]):
         if ended is not None:
             await self._give_up(msg.raw_message, ended.error)
             await self._acknowledge()
-        self._runs.start()
+        [attempt] = self._runs.start()
+        self._unit = attempt.key  # another one if the message reuses a key, and a policy lets it run
         self._value = await self._work(call_next, msg)
         return self._value
 
@@ -187,7 +187,7 @@ class MessageGuard(BaseMiddleware[Any, Any]):
             return await call_next(cmd)
         # Messages of one batch share their headers, and must not share an id.
         if self._unit is not None and "event_id" not in cmd.headers and len(cmd.batch_bodies) == 1:
-            cmd.headers["event_id"] = derived_event_id(self._manager.space.full(self._unit), self._published)
+            cmd.headers["event_id"] = derived_event_id(self._unit, self._published)
         self._published += 1
         failures = 0
         while True:

@@ -12,7 +12,7 @@ from integr8s_idem._util.loop_fairness import turn_of_the_loop
 from integr8s_idem.config import OnInProgress
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.run import Run
-from integr8s_idem.engine.work import Outcome, Work
+from integr8s_idem.engine.work import Attempt, Outcome, Work
 from integr8s_idem.errors import LeaseLostError, StoreError
 from integr8s_idem.integrations.kafka_loops import End, end_of
 from integr8s_idem.records import Pending
@@ -64,12 +64,11 @@ class MessageRuns:
             raise
         return [ends[index] for index in range(len(requests))]
 
-    def start(self) -> None:
+    def start(self) -> list[Attempt]:
         """Start the timers of all open runs.  The caller must not await between the lease check and this call."""
         task = asyncio.current_task()
         assert task is not None, "messages are handled in tasks"
-        for run, _ in self._open:
-            run.start(task)
+        return [run.start(task) for run, _ in self._open]
 
     async def _begin(self, work: Work | End, record: Any) -> End | None:
         if isinstance(work, End):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dishka import AsyncContainer
 
+from integr8s_idem.engine.transactions import UnknownCommitError
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.handlers.handler_calls import HandlerCall
 from integr8s_idem.integrations.request_scope import scope_of_a_call
@@ -87,6 +88,7 @@ class Transactions:
 
         Raises:
             TransactionAbortedError: The database aborted the transaction.
+            UnknownCommitError: The database did not answer the commit.
             ApplicationError: The transaction was not committed.
         """
         failed: BaseException | None = None
@@ -102,5 +104,7 @@ class Transactions:
         except Exception as error:
             if transaction is not None and (aborted := transaction.given_up(call.attempt.label, failed or error)):
                 raise aborted from error
+            if transaction is not None and failed is None and (reason := transaction.unanswered_commit(error)):
+                raise UnknownCommitError(call.attempt.label, reason) from error
             raise
         transaction.ended()

@@ -89,7 +89,8 @@ def context_fields(*, keys: bool = False) -> dict[str, object]:
         # The innermost run: that of a decorated function within a handler, for example.
         known.setdefault("service", run.among.service)
         known["attempt"] = run.attempt.number
-        known["record_key"] = run.attempt.key
+        if run.lease is not None or run.commits_itself:  # otherwise, there is no record
+            known["record_key"] = run.attempt.key
     return {
         name: known[name] for name in FIELDS if known.get(name) not in _UNKNOWN and (keys or name not in KEY_FIELDS)
     }

@@ -16,7 +16,16 @@ from typer.testing import CliRunner
 
 from integr8s_idem import errors
 from integr8s_idem.cli.app import app
-from integr8s_idem.errors import EventError, IdempotencyError, PermanentError, SettingsMistake, StoreError
+from integr8s_idem.engine.transactions import UnknownCommitError
+from integr8s_idem.errors import (
+    EventError,
+    IdempotencyError,
+    PermanentError,
+    SettingsMistake,
+    StoreError,
+    StoreUnavailableError,
+)
+from integr8s_idem.stores.sql.errors import RecordHeldError
 from tests.packaging import reference
 from tests.packaging.repository import ROOT, anchors
 
@@ -120,6 +129,11 @@ def test_an_application_error_refers_to_the_library_error_that_it_extends() -> N
     class OutOfStockError(PermanentError): ...
 
     assert OutOfStockError("none left").read_more == "Read more: integr8s-idem errors PermanentError"
+
+
+@pytest.mark.parametrize("kind", [RecordHeldError, UnknownCommitError])
+def test_an_internal_error_refers_to_the_error_that_it_extends(kind: type[StoreUnavailableError]) -> None:
+    assert kind("order:7", "no answer").read_more == "Read more: integr8s-idem errors StoreUnavailableError"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ERRORS if kind not in BASES])

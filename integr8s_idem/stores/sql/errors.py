@@ -158,6 +158,8 @@ _DISCONNECTED: Final = frozenset({*range(1158, 1162), *range(2000, 3000)})
 class RecordHeldError(StoreUnavailableError):
     """Another transaction locks a record of the batch for longer than the lock timeout."""
 
+    _is_internal = True
+
 
 def abort_reason(error: BaseException) -> str:
     """Return why the database aborted a transaction that can be retried; empty for other errors."""

@@ -6,14 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from sqlalchemy import event
 from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import SessionTransaction
 
-from integr8s_idem.errors import ApplicationError, TransactionAbortedError
+from integr8s_idem.errors import ApplicationError, StoreUnavailableError, TransactionAbortedError
 from integr8s_idem.events import Message
 from integr8s_idem.records import Completion
 from integr8s_idem.stores.sql.dialects import dialect_of
-from integr8s_idem.stores.sql.errors import abort_reason, guarded_in_transaction
+from integr8s_idem.stores.sql.errors import abort_reason, guarded_in_transaction, translate
 from integr8s_idem.stores.sql.outbox import SqlOutbox
 from integr8s_idem.stores.sql.outbox_rows import put
 from integr8s_idem.stores.sql.repository import JoinedSqlRepository, SqlIdempotencyRepository
@@ -112,6 +113,15 @@ class SqlTransaction:
             if reason := abort_reason(part):
                 return TransactionAbortedError(label, reason)
         return None
+
+    def unanswered_commit(self, error: BaseException) -> str:
+        """Return why the database did not answer the commit that ended with `error`; empty if that is not the cause."""
+        if self._committed:
+            for part in _parts(error):
+                if isinstance(part, DBAPIError):
+                    failure = translate("commit", part, self._records.engine.dialect.name)
+                    return failure.reason if isinstance(failure, StoreUnavailableError) else ""
+        return ""
 
     def _begun(self, session: object, transaction: SessionTransaction | None, connection: Connection) -> None:
         if transaction is not None and transaction.nested:

@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 
 from integr8s_idem.config import OnFailure, OnInProgress, OnKeyReused
+from integr8s_idem.engine.executor import _time_left
 from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.work import Work
 from integr8s_idem.errors import (
     ApplicationError,
+    IdempotencyConflictError,
     InProgressError,
     InvalidKeyError,
     KeyReusedError,
     PermanentError,
     PreviouslyFailedError,
 )
-from integr8s_idem.records import IdempotencyStatus, KeyReused
+from integr8s_idem.keys import Key
+from integr8s_idem.records import IdempotencyStatus, InProgress, KeyReused
 from integr8s_idem.telemetry import Signal
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import LEASE, Job, guarded
@@ -235,6 +239,13 @@ async def test_a_wait_is_bounded_and_ends_in_an_error(seconds: float) -> None:
 
     assert loop.time() - began == pytest.approx(seconds, abs=0.01)
     assert await first == "receipt-1"
+
+
+def test_a_wait_that_is_too_short_for_the_clock_has_ended() -> None:
+    found = InProgress(key="order:1", attempt=1, retry_after=timedelta(seconds=1))
+
+    with pytest.raises(IdempotencyConflictError):
+        _time_left(Work(Key.of("order:1")), found, timedelta(seconds=43), 43 - 1e-14)
 
 
 @virtual_time
