@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
 from sqlalchemy import event as sqlalchemy_event
-from sqlalchemy.engine import Connection
+from sqlalchemy.engine import Connection, NestedTransaction
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
 
@@ -50,8 +50,6 @@ class BlockTransaction:
         self._was_rolled_back = False
         self._written_in: object = None
         """The transaction in which events were written that it has not committed, as far as is known."""
-        self._later_savepoints = 0
-        """How many savepoints of the connection have begun since the first event, and have not ended."""
         self._listeners: list[tuple[Session | Connection, str, Callable[..., Any]]] = []
 
     def begin(self) -> None:
@@ -127,7 +125,6 @@ class BlockTransaction:
             else {
                 "commit": self._connection_commits,
                 "rollback": self._connection_rolls_back,
-                "savepoint": self._savepoint_begins,
                 "release_savepoint": self._savepoint_ends,
                 "rollback_savepoint": self._savepoint_rolls_back,
             }
@@ -156,7 +153,7 @@ class BlockTransaction:
         around = self._savepoint if isinstance(self._savepoint, SessionTransaction) else None
         while around is not None and around is not ended:
             around = around.parent
-        if self._written_in is not None and around is ended:
+        if self._may_be_lost() and around is ended:
             self._was_rolled_back = True
 
     def _connection_commits(self, connection: Connection) -> None:
@@ -172,15 +169,13 @@ class BlockTransaction:
 
     def _connection_rolls_back(self, connection: Connection) -> None:
         """Called before the transaction of the connection is rolled back: it may have begun after the first event."""
-        if self._has_events or self._written_in is not None:
+        if self._may_be_lost():
             self._was_rolled_back = True
-
-    def _savepoint_begins(self, connection: Connection, name: str | None) -> None:
-        self._later_savepoints += 1
 
     def _savepoint_ends(self, connection: Connection, name: str, context: object) -> None:
         """Called before a savepoint of the connection is released."""
-        self._later_savepoints = max(self._later_savepoints - 1, 0)
+        if self._was_rolled_back:
+            return  # with one around it, this savepoint does not exist anymore, and its release fails
         if self._has_events and connection.get_nested_transaction() is self._savepoint:
             with _rolled_back_on_errors(connection, name):
                 self.check()
@@ -188,14 +183,25 @@ class BlockTransaction:
 
     def _savepoint_rolls_back(self, connection: Connection, name: str, context: object) -> None:
         """Called before a rollback to a savepoint of the connection."""
-        if self._written_in is not None and self._later_savepoints == 0:
+        # A savepoint around the current one can be rolled back first.  SQLAlchemy then still reports the current one.
+        if self._may_be_lost() and name in _names_around(self._savepoint):
             self._was_rolled_back = True
-        self._later_savepoints = max(self._later_savepoints - 1, 0)
+
+    def _may_be_lost(self) -> bool:
+        """Whether a rollback would undo what belongs to the events of this block."""
+        return self._has_events or self._written_in is not None
 
     def _write_to(self, connection: Connection, transaction: object) -> None:
         self._write(connection)
         # Later events belong to the next transaction.
         self._has_events, self._published_in, self._written_in = False, None, transaction
+
+
+def _names_around(savepoint: object) -> Iterator[str]:
+    """Yield the names of a savepoint of a connection and of the savepoints around it."""
+    while isinstance(savepoint, NestedTransaction):
+        yield savepoint._savepoint  # noqa: SLF001  # there is no public API
+        savepoint = savepoint._previous_nested  # noqa: SLF001
 
 
 @contextmanager

@@ -561,7 +561,7 @@ async def test_events_of_a_savepoint_that_was_rolled_back_prevent_a_commit_withi
 
     async with held_type(engine) as held:
         await held.execute(ORDER)
-        with pytest.raises(ApplicationError, match="began outside the current savepoint"):
+        with pytest.raises(ApplicationError, match="was rolled back within the block"):
             await roll_back_the_savepoint_and_commit(held)
         await held.rollback()
 
