@@ -8,10 +8,10 @@ import ssl
 from collections.abc import Callable
 from typing import Any, Final
 
-from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from integr8s_idem.stores.sql.begin_hook import call_at_begin
 from integr8s_idem.stores.sql.idle_connections import ping_idle_connections
 from integr8s_idem.stores.sql.tls import refuse_plain
 
@@ -73,7 +73,6 @@ def mysql_engine(
         },
     )
 
-    @event.listens_for(engine.sync_engine, "begin")
     def _begin(connection: Connection) -> None:
         begins = connection.get_execution_options().get(BEGINS_TRANSACTION, None)
         # Application code may continue after the database ended its transaction early; those statements must not
@@ -85,6 +84,7 @@ def mysql_engine(
         if begins:
             connection.exec_driver_sql("BEGIN")
 
+    call_at_begin(engine, _begin)
     dialect: Any = engine.dialect
     dialect.do_commit, dialect.do_rollback = _if_open(dialect.do_commit), _if_open(dialect.do_rollback)
     ping_idle_connections(engine, _is_closed)

@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from integr8s_idem._util.context_vars import SIMULATED_PROCESS
 from integr8s_idem.errors import ApplicationError, StoreConfigurationError
+from integr8s_idem.stores.sql.begin_hook import call_at_begin
 
 READ_ONLY: Final = "integr8s_idem_reads_only"
 """Execution option of a read-only transaction, which does not wait for writers."""
@@ -69,7 +70,6 @@ def sqlite_engine(
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 
-    @event.listens_for(engine.sync_engine, "begin")
     def _begin(connection: Connection) -> None:
         if connection.get_execution_options().get(READ_ONLY, False):
             connection.exec_driver_sql("BEGIN")
@@ -85,6 +85,7 @@ def sqlite_engine(
             _end_turn(info)
             raise
 
+    call_at_begin(engine, _begin)
     for ending in ("commit", "rollback"):
         # Just before the end of the transaction: SQLite itself makes the next writer wait for that moment.
         event.listen(engine.sync_engine, ending, _end_turn_of)
