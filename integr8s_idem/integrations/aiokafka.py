@@ -12,13 +12,11 @@ Closing the generator commits the processed records.  Otherwise they are redeliv
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka import AIOKafkaConsumer, ConsumerRecord
 
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.failure_policy import FailurePolicy
@@ -27,6 +25,7 @@ from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import ApplicationError, InvalidKeyError, ServiceStoppedError
 from integr8s_idem.failures import FailureRule
 from integr8s_idem.functions.sync_bridge import named
+from integr8s_idem.integrations.aiokafka_offsets import Offsets
 from integr8s_idem.integrations.kafka_loops import (
     COMMIT_INTERVAL,
     KeyOf,
@@ -47,7 +46,6 @@ from integr8s_idem.telemetry.log_fields import MessageSource, logging_as
 
 __all__ = ["Delivery", "by_header", "by_position", "guarded"]
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GivenUp = Callable[[ConsumerRecord[Any, Any], Exception], Awaitable[None]]
@@ -93,105 +91,44 @@ async def guarded(
         )
     checked_ttl = None if ttl is None else manager.checked_ttl(ttl)
     policy = policy_of(failures)
-    committer = _Committer(consumer, duration(commit_interval, "commit_interval").total_seconds())
+    offsets = Offsets(consumer, duration(commit_interval, "commit_interval").total_seconds())
     failed = 0
     try:
+        await offsets.open()
         while True:
             fetched = await consumer.getmany(timeout_ms=int(_POLL * 1000))
+            offsets.note_fetched(fetched)
             for partition, records in fetched.items():
                 for record in records:
                     if partition not in consumer.assignment():
                         break  # the partition was revoked; its next owner processes the record
                     delivery = Delivery(consumer, manager, record, key, checked_ttl, given_up, policy)
-                    try:
-                        yield delivery
-                    finally:  # the caller may break out of the loop
-                        if delivery.settled:
-                            committer.settled[partition] = record.offset + 1
+                    offsets.begin(partition, delivery)
+                    yield delivery
+                    offsets.end()
                     if not delivery.settled:
                         failed += 1
-                        _seek_back(consumer, partition, delivery)
+                        offsets.seek_back(partition)
+                        _check_was_run(delivery)
                         if delivery.stopped is not None:
                             raise delivery.stopped
                         await asyncio.sleep(pause_after(failed))
                         break
                     failed = 0
-                    await committer.commit_if_due()
-            await committer.note_positions()
-            await committer.commit_if_due()
-    finally:
-        await committer.commit()
+                    await offsets.commit_if_due()
+                offsets.forget(partition)
+            await offsets.note_positions()
+            await offsets.commit_if_due()
+    finally:  # the caller may leave the loop by `break` or an error
+        await offsets.close()
 
 
-def _seek_back(consumer: AIOKafkaConsumer, partition: TopicPartition, delivery: Delivery) -> None:
+def _check_was_run(delivery: Delivery) -> None:
     if not delivery.was_run:
         raise ApplicationError(
             f"{by_position(delivery.record)} was neither run nor skipped: write `await delivery.run(function)`, or "
             "`delivery.skip()` if there is nothing to do"
         )
-    if partition in consumer.assignment():
-        consumer.seek(partition, delivery.record.offset)
-
-
-class _Committer:
-    """Commits the offsets of settled records."""
-
-    def __init__(self, consumer: AIOKafkaConsumer, interval: float) -> None:
-        self._consumer = consumer
-        self._interval = interval
-        self._due = self._positions_due = asyncio.get_running_loop().time() + interval
-        self._committed: dict[TopicPartition, int] = {}
-        self.settled: dict[TopicPartition, int] = {}
-
-    async def note_positions(self) -> None:
-        """Settle transaction markers and aborted messages, which advance the consumer's position without a record.
-
-        Call it only after all fetched records have been processed: each of them is settled, or the consumer has sought
-        back to it.
-        """
-        now = asyncio.get_running_loop().time()
-        if now < self._positions_due:
-            return
-        self._positions_due = now + self._interval
-        for partition in self._consumer.assignment():
-            if await self._position(partition) <= max(
-                self.settled.get(partition, 0), self._committed.get(partition, 0)
-            ):
-                continue
-            # The client also skips a batch that it cannot read, and raises only in the next poll: poll once here.
-            fetched = await self._consumer.getmany(partition, timeout_ms=0, max_records=1)
-            if records := fetched.get(partition):
-                self._consumer.seek(partition, records[0].offset)
-            if position := await self._position(partition):
-                self.settled[partition] = position
-
-    async def _position(self, partition: TopicPartition) -> int:
-        """Return the consumer's position, or 0 if it is not known immediately."""
-        try:
-            async with asyncio.timeout(0):
-                return int(await self._consumer.position(partition))
-        except (KafkaError, TimeoutError):
-            return 0
-
-    async def commit_if_due(self) -> None:
-        now = asyncio.get_running_loop().time()
-        if now >= self._due:
-            self._due = now + self._interval
-            await self.commit()
-
-    async def commit(self) -> None:
-        assigned = self._consumer.assignment()
-        offsets = {partition: offset for partition, offset in self.settled.items() if partition in assigned}
-        self.settled.clear()
-        if not offsets:
-            return
-        try:
-            await self._consumer.commit(offsets)
-        except KafkaError as error:
-            # The records are redelivered, here or to the next owner, and recognized as duplicates.
-            logger.warning("offsets were not committed: %s", error)
-        else:
-            self._committed.update(offsets)
 
 
 class Delivery:
@@ -285,8 +222,10 @@ class Delivery:
         """Wait briefly, polling with all partitions paused to stay in the consumer group."""
         paused = self._consumer.assignment() - self._consumer.paused()
         self._consumer.pause(*paused)
-        fetched: dict[Any, Any] = await self._consumer.getmany(timeout_ms=int(_WAIT_POLL * 1000))
-        for partition, records in fetched.items():
-            # A rebalance clears pauses, so records may have been fetched: fetch them again later.
-            self._consumer.seek(partition, records[0].offset)
-        self._consumer.resume(*(partition for partition in paused if partition in self._consumer.assignment()))
+        try:
+            fetched: dict[Any, Any] = await self._consumer.getmany(timeout_ms=int(_WAIT_POLL * 1000))
+            for partition, records in fetched.items():
+                # A rebalance clears pauses, so records may have been fetched: fetch them again later.
+                self._consumer.seek(partition, records[0].offset)
+        finally:  # a cancellation leaves the loop, which may be entered again
+            self._consumer.resume(*(partition for partition in paused if partition in self._consumer.assignment()))

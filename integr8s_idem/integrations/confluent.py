@@ -47,6 +47,8 @@ from integr8s_idem.telemetry.log_fields import MessageSource, logging_as
 
 try:
     from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+    from integr8s_idem.integrations.confluent_offsets import Offsets
 except ModuleNotFoundError as error:
     raise ApplicationError(lacking(__name__, "confluent", error)) from error
 
@@ -120,31 +122,30 @@ def guarded(
         raise ApplicationError("a confluent-kafka loop would block the running event loop: call it in a thread")
     checked_ttl = None if ttl is None else manager.checked_ttl(ttl)
     policy = policy_of(failures)
-    committer = _Committer(consumer, duration(commit_interval, "commit_interval").total_seconds())
+    offsets = Offsets(consumer, duration(commit_interval, "commit_interval").total_seconds())
     failed = 0
     try:
         while stop is None or not stop.is_set():
-            message = consumer.poll(_POLL)
-            committer.commit_if_due()
+            message = offsets.poll(_POLL)
             if message is None or _is_transient(message.error()):
-                committer.note_end(message)
+                offsets.note_end(message)
+                offsets.commit_if_due()
                 continue
             delivery = Delivery(consumer, manager, message, key, checked_ttl, given_up, policy)
-            try:
-                yield delivery
-            finally:  # the caller may break out of the loop
-                if delivery.settled:
-                    committer.settle(delivery.record)
+            offsets.begin(delivery)
+            offsets.commit_if_due()
+            yield delivery
+            offsets.end()
             if delivery.settled:
                 failed = 0
             else:
                 failed += 1
-                _seek_back(consumer, delivery)
+                _check_was_run(delivery)
                 if delivery.stopped is not None:
                     raise delivery.stopped
                 time.sleep(pause_after(failed))
-    finally:
-        committer.commit()
+    finally:  # the caller may leave the loop by `break` or an error
+        offsets.close()
 
 
 _TRANSIENT: Final = frozenset(
@@ -169,64 +170,12 @@ def _is_transient(error: KafkaError | None) -> bool:
     return True
 
 
-def _seek_back(consumer: Consumer, delivery: Delivery) -> None:
-    record = delivery.record
+def _check_was_run(delivery: Delivery) -> None:
     if not delivery.was_run:
         raise ApplicationError(
-            f"{by_position(record)} was neither run nor skipped: write `delivery.run(function)`, or `delivery.skip()` "
-            "if there is nothing to do"
+            f"{by_position(delivery.record)} was neither run nor skipped: write `delivery.run(function)`, or "
+            "`delivery.skip()` if there is nothing to do"
         )
-    if _is_assigned(consumer, record.topic, record.partition):
-        consumer.seek(TopicPartition(record.topic, record.partition, record.offset))
-
-
-def _is_assigned(consumer: Consumer, topic: str, partition: int) -> bool:
-    return any((each.topic, each.partition) == (topic, partition) for each in consumer.assignment())
-
-
-class _Committer:
-    """Commits the offsets of settled records."""
-
-    def __init__(self, consumer: Consumer, interval: float) -> None:
-        self._consumer = consumer
-        self._interval = interval
-        self._due = time.monotonic() + interval
-        self._settled: dict[tuple[str, int], int] = {}
-
-    def settle(self, record: _Record) -> None:
-        self._settled[record.topic, record.partition] = record.offset + 1
-
-    def note_end(self, message: Message | None) -> None:
-        """Settle transaction markers and aborted messages if `message` reports the end of a partition.
-
-        Every record before that end has been polled.  Each is settled, or the consumer has sought back to it, and then
-        librdkafka drops its pending end-of-partition reports.
-        """
-        error = message.error() if message is not None else None
-        if message is None or error is None or error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001
-            return
-        topic, partition, end = message.topic(), message.partition(), message.offset()
-        if topic is not None and partition is not None and end:
-            self._settled[topic, partition] = end
-
-    def commit_if_due(self) -> None:
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + self._interval
-            self.commit()
-
-    def commit(self) -> None:
-        settled, self._settled = self._settled, {}
-        try:
-            offsets = [
-                TopicPartition(topic, partition, offset)
-                for (topic, partition), offset in settled.items()
-                if _is_assigned(self._consumer, topic, partition)
-            ]
-            if offsets:
-                self._consumer.commit(offsets=offsets, asynchronous=False)
-        except (KafkaException, RuntimeError) as error:  # RuntimeError if the consumer was closed before the loop ended
-            # The records are redelivered, here or to the next owner, and recognized as duplicates.
-            logger.warning("offsets were not committed: %s", error)
 
 
 class Delivery:
@@ -324,10 +273,12 @@ class Delivery:
         """Wait briefly, polling with all partitions paused to stay in the consumer group."""
         assigned: list[Any] = self._consumer.assignment()
         self._consumer.pause(assigned)
-        message = self._consumer.poll(_WAIT_POLL)
-        if message is not None and message.error() is None:
-            # A newly assigned partition is not paused: fetch its message again later.
-            record = _Record.of(message)
-            self._consumer.seek(TopicPartition(record.topic, record.partition, record.offset))
-        # Resume revoked partitions too: if they were assigned again, they would still be paused.
-        self._consumer.resume(assigned)
+        try:
+            message = self._consumer.poll(_WAIT_POLL)
+            if message is not None and message.error() is None:
+                # A newly assigned partition is not paused: fetch its message again later.
+                record = _Record.of(message)
+                self._consumer.seek(TopicPartition(record.topic, record.partition, record.offset))
+        finally:  # an interrupt leaves the loop, which may be entered again
+            # Resume revoked partitions too: if they were assigned again, they would still be paused.
+            self._consumer.resume(assigned)

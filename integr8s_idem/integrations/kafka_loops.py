@@ -12,7 +12,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 from integr8s_idem._util.committable_offsets import Placed
 from integr8s_idem.codecs import header
@@ -36,6 +37,7 @@ from integr8s_idem.records import Completed
 from integr8s_idem.telemetry import Signal
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 FIRST_PAUSE: Final = 0.2
 LONGEST_PAUSE: Final = 30.0
@@ -221,3 +223,18 @@ def value_of(end: End, work: Work, function: Callable[..., object]) -> object:
 def pause_after(failures: int) -> float:
     """Return the seconds to wait after `failures` consecutive failures."""
     return min(FIRST_PAUSE * 2.0 ** min(failures - 1, 20), LONGEST_PAUSE)
+
+
+_LATEST: Final = WeakValueDictionary[int, Any]()
+"""The offsets of the latest loop of each consumer, by the consumer's id.  They keep their consumer alive."""
+
+
+def take_over(consumer: object, offsets: T) -> T | None:
+    """Register the offsets of a new loop; return those of the previous loop of `consumer`, if they still exist.
+
+    A loop that was left may not be closed yet: a variable or a traceback refers to its generator, or asyncio closes it
+    later.  The new loop closes the offsets first, or it would not fetch the record that the previous one has left.
+    """
+    previous: T | None = _LATEST.get(id(consumer))
+    _LATEST[id(consumer)] = offsets
+    return previous

@@ -192,6 +192,19 @@ async def test_leaving_the_loop_commits_all_handled_records(bench: Bench) -> Non
     assert await bench.topic.committed() == 2
 
 
+async def test_a_loop_that_an_error_has_left_fetches_its_record_again_when_it_is_entered_again(bench: Bench) -> None:
+    await bench.topic.create()
+    await bench.topic.put(("a", "1"), ("b", "2"), ("c", "3"), ("d", "4"))
+    work = GatedWork("one", OSError("no"), "two", OSError("no"), "three", "four")
+
+    loop = await bench.loop(work, is_left_by_errors=True)
+    ends = await loop.ended(6)
+
+    assert [end.offset for end in ends] == [0, 1, 1, 2, 2, 3]
+    assert _payloads(work) == ["1", "2", "2", "3", "3", "4"]
+    await bench.committed(4)
+
+
 async def test_stopping_an_idle_loop_commits_handled_records(bench: Bench) -> None:
     await bench.topic.create()
     await bench.topic.put(("a", "1"))

@@ -112,6 +112,7 @@ class Loop(ABC):
         key: KeyOf | None = None,
         takes_given_up: bool = False,
         most: int | None = None,
+        is_left_by_errors: bool = False,
         commit_interval: float = 0.2,
         settings: Mapping[str, Any] | None = None,
         failures: Sequence[FailureRule] | None = None,
@@ -120,6 +121,7 @@ class Loop(ABC):
         Args:
             takes_given_up: Whether it has a handler for records that are given up.
             most: Leave the loop immediately after this many deliveries.
+            is_left_by_errors: Whether an error leaves the loop, which is then entered again with the same consumer.
             settings: Settings of the consumer, by Kafka's names with underscores.
             failures: Rules for errors of its function.
         """
@@ -130,6 +132,7 @@ class Loop(ABC):
         self.takes_given_up = takes_given_up
         self.failures = failures
         self.most = most
+        self.is_left_by_errors = is_left_by_errors
         self.commit_interval = timedelta(seconds=commit_interval)
         self.settings = {"session_timeout_ms": int(SESSION * 1000), "heartbeat_interval_ms": 300, **(settings or {})}
         self.ends: list[End] = []
@@ -189,6 +192,10 @@ class AiokafkaLoop(Loop):
         self._task = asyncio.create_task(self._loop())
 
     async def _loop(self) -> None:
+        while await self._is_left_by_an_error():
+            pass
+
+    async def _is_left_by_an_error(self) -> bool:
         deliveries = aiokafka.guarded(
             self._consumer,
             self.manager,
@@ -203,8 +210,11 @@ class AiokafkaLoop(Loop):
                     await self._handle(delivery)
                 except Exception as error:  # noqa: BLE001  # the loop continues after errors
                     self._record_end(delivery.record, error=error)
+                    if self.is_left_by_errors:
+                        return True
                 if self._is_last():
                     break
+        return False
 
     async def _handle(self, delivery: aiokafka.Delivery) -> None:
         """Handle a delivery; tests may replace this."""
@@ -271,25 +281,32 @@ class ConfluentLoop(Loop):
 
     def _loop(self) -> None:
         try:
-            for delivery in confluent.guarded(
-                self._consumer,
-                self.manager,
-                key=self.key,
-                given_up=self._give_up if self.takes_given_up else None,
-                failures=self.failures,
-                commit_interval=self.commit_interval,
-                stop=self._stop,
-            ):
-                try:
-                    self._handle(delivery)
-                except Exception as error:  # noqa: BLE001  # the loop continues after errors
-                    self._record_end(delivery.record, error=error)
-                if self._is_last():
-                    break
+            while self._is_left_by_an_error():
+                pass
         except KeyboardInterrupt:
             self.work.interrupted.clear()
         finally:
             self._consumer.close()
+
+    def _is_left_by_an_error(self) -> bool:
+        for delivery in confluent.guarded(
+            self._consumer,
+            self.manager,
+            key=self.key,
+            given_up=self._give_up if self.takes_given_up else None,
+            failures=self.failures,
+            commit_interval=self.commit_interval,
+            stop=self._stop,
+        ):
+            try:
+                self._handle(delivery)
+            except Exception as error:  # noqa: BLE001  # the loop continues after errors
+                self._record_end(delivery.record, error=error)
+                if self.is_left_by_errors:
+                    return True
+            if self._is_last():
+                break
+        return False
 
     def _handle(self, delivery: confluent.Delivery) -> None:
         """Handle a delivery; tests may replace this."""
