@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka.errors import CommitFailedError, KafkaError
 
 from integr8s_idem.integrations.kafka_loops import take_over
 
@@ -103,18 +103,22 @@ class Offsets:
             await self.commit()
 
     async def commit(self) -> None:
+        # The next owner of a revoked partition commits its offsets.
         assigned = self._consumer.assignment()
-        offsets = {partition: offset for partition, offset in self._settled.items() if partition in assigned}
-        self._settled.clear()
-        if not offsets:
+        self._settled = {partition: offset for partition, offset in self._settled.items() if partition in assigned}
+        if not self._settled:
             return
         try:
-            await self._consumer.commit(offsets)
+            await self._consumer.commit(self._settled)
         except KafkaError as error:
-            # The records are redelivered, here or to the next owner, and recognized as duplicates.
             logger.warning("offsets were not committed: %s", error)
+            if isinstance(error, CommitFailedError):
+                # The group rebalances: the records are redelivered, here or to the next owner, and recognized as
+                # duplicates.  Another commit meanwhile would make the client rejoin the group once more.
+                self._settled.clear()
         else:
-            self._committed.update(offsets)
+            self._committed.update(self._settled)
+            self._settled.clear()
 
     async def close(self) -> None:
         """Leave each partition at its first record that is not settled, for the next loop, and commit."""

@@ -70,18 +70,23 @@ class Offsets:
             self.commit()
 
     def commit(self) -> None:
-        settled, self._settled = self._settled, {}
         try:
-            offsets = [
-                TopicPartition(topic, partition, offset)
-                for (topic, partition), offset in settled.items()
-                if is_assigned(self._consumer, topic, partition)
-            ]
-            if offsets:
-                self._consumer.commit(offsets=offsets, asynchronous=False)
+            # The next owner of a revoked partition commits its offsets.
+            self._settled = {at: end for at, end in self._settled.items() if is_assigned(self._consumer, *at)}
+            if self._settled:
+                self._commit([TopicPartition(*at, end) for at, end in self._settled.items()])
         except (KafkaException, RuntimeError) as error:  # RuntimeError if the consumer was closed before the loop ended
-            # The records are redelivered, here or to the next owner, and recognized as duplicates.
+            # They remain settled for the next commit.
             logger.warning("offsets were not committed: %s", error)
+
+    def _commit(self, offsets: list[TopicPartition]) -> None:
+        # An error of all partitions is raised, one of some partitions is returned.
+        results = self._consumer.commit(offsets=offsets, asynchronous=False) or offsets
+        for each in results:
+            if each.error is None:
+                self._settled.pop((each.topic, each.partition), None)
+            else:
+                logger.warning("offset of %s[%d] was not committed: %s", each.topic, each.partition, each.error)
 
     def close(self) -> None:
         """Leave the consumer at the first message that is not settled, for the next loop, and commit."""
