@@ -23,6 +23,7 @@ from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.config.message_text import lacking
 from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.outcomes import pending_error
 from integr8s_idem.engine.results import materialized
 from integr8s_idem.engine.work import Attempt, Outcome, Work
 from integr8s_idem.errors import ApplicationError, InvalidKeyError, ServiceStoppedError
@@ -110,7 +111,8 @@ def guarded(
         failures: Rules for errors of the function, without pauses of their own, and before the default ones; see
             `integr8s_idem.failures`.  Without them, each error is retried, except `PermanentError`.
         commit_interval: How often offsets are committed, by this process's clock.
-        stop: Ends the loop once it is set by another thread or a signal handler, even if no messages arrive.
+        stop: Ends the loop once it is set by another thread or a signal handler, even if no messages arrive.  `run`
+            stops waiting for another worker, and raises `InProgressError`.
 
     Raises:
         ApplicationError: The calling thread runs an event loop, a delivery was neither run nor skipped, or a rule has a
@@ -125,13 +127,13 @@ def guarded(
     offsets = Offsets(consumer, duration(commit_interval, "commit_interval").total_seconds())
     failed = 0
     try:
-        while stop is None or not stop.is_set():
+        while not _is_set(stop):
             message = offsets.poll(_POLL)
             if message is None or _is_transient(message.error()):
                 offsets.note_end(message)
                 offsets.commit_if_due()
                 continue
-            delivery = Delivery(consumer, manager, message, key, checked_ttl, given_up, policy)
+            delivery = Delivery(consumer, manager, message, key, checked_ttl, given_up, policy, stop)
             offsets.begin(delivery)
             offsets.commit_if_due()
             yield delivery
@@ -143,7 +145,7 @@ def guarded(
                 _check_was_run(delivery)
                 if delivery.stopped is not None:
                     raise delivery.stopped
-                time.sleep(pause_after(failed))
+                _pause(pause_after(failed), stop)
     finally:  # the caller may leave the loop by `break` or an error
         offsets.close()
 
@@ -170,6 +172,18 @@ def _is_transient(error: KafkaError | None) -> bool:
     return True
 
 
+def _pause(seconds: float, stop: threading.Event | None) -> None:
+    """Sleep for `seconds`, or until `stop` is set."""
+    # Not `stop.wait`: a signal handler that sets the event could wait forever for the lock that its thread holds.
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0 and not _is_set(stop):
+        time.sleep(min(left, _WAIT_POLL))
+
+
+def _is_set(stop: threading.Event | None) -> bool:
+    return stop is not None and stop.is_set()
+
+
 def _check_was_run(delivery: Delivery) -> None:
     if not delivery.was_run:
         raise ApplicationError(
@@ -190,6 +204,7 @@ class Delivery:
         ttl: timedelta | None,
         given_up: GivenUp | None,
         failures: FailurePolicy | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
         self.message = message
         self.record = _Record.of(message)
@@ -206,6 +221,7 @@ class Delivery:
         self._ttl = ttl
         self._given_up = given_up
         self._failures = failures
+        self._stop = stop
 
     def skip(self) -> None:
         """Mark the message as processed without running a function."""
@@ -222,6 +238,7 @@ class Delivery:
             ResultDroppedError, ResultDecodeError: The message was processed, but the result of that run is not
                 available.
             ServiceStoppedError: A rule stops the loop, which ends with this error.
+            InProgressError: Another worker is processing the message, and `stop` is set; the message is fetched again.
             LeaseLostError: The lease expired; another worker may process the message now.
             StoreError: The store did not answer; the message is fetched again.
             Exception: Any error of `function`, unchanged; the message is fetched again.
@@ -239,6 +256,8 @@ class Delivery:
             return cast("T", None)
         loop = self._manager.running_loop or own_loop()
         while isinstance(outcome := wait_for(loop, functools.partial(self._once, work, function)), Pending):
+            if _is_set(self._stop):
+                raise pending_error(work.key.label, outcome)
             self._wait()
         self.stopped = stop_of(work, named(function), outcome)
         if self.stopped is not None:

@@ -11,6 +11,9 @@ import confluent_kafka
 from aiokafka import TopicPartition
 from aiokafka.errors import IllegalStateError, KafkaError
 
+from integr8s_idem import IdempotencyManager
+from integr8s_idem.integrations.kafka_loops import by_position, work_of
+from integr8s_idem.records import Reserved
 from tests.support.fake_consumer import FakeRecord
 
 TOPIC = "orders"
@@ -142,3 +145,9 @@ class FakeAiokafka(_FakeConsumer):
         if not self.is_assigned:
             raise KafkaError("not assigned")
         self._commit(offsets[PARTITION])
+
+
+async def reserve_elsewhere(manager: IdempotencyManager) -> None:
+    """Reserve the first record for another worker."""
+    work = work_of(manager, FakeRecord(TOPIC, 0, 0, None, b"0"), by_position, None, reserve_elsewhere)
+    assert isinstance(await manager.reserve(work.key, fingerprint=work.fingerprint), Reserved)

@@ -12,11 +12,8 @@ import pytest
 
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.integrations import aiokafka, confluent
-from integr8s_idem.integrations.kafka_loops import work_of
-from integr8s_idem.records import Reserved
 from tests.support.conditions import eventually
-from tests.support.fake_consumer import FakeRecord
-from tests.support.fake_loop_consumers import TOPIC, FakeAiokafka, FakeConfluent
+from tests.support.fake_loop_consumers import FakeAiokafka, FakeConfluent, reserve_elsewhere
 from tests.support.guarded import plain_manager
 
 
@@ -209,16 +206,9 @@ async def test_records_of_a_revoked_partition_are_left_to_its_next_owner() -> No
     assert not bench.consumer.commits
 
 
-async def _reserve_first(manager: IdempotencyManager) -> None:
-    """Reserve the key of the first record for another worker."""
-    record = FakeRecord(TOPIC, 0, 0, None, b"0")
-    work = work_of(manager, record, aiokafka.by_position, None, _reserve_first)
-    assert isinstance(await manager.reserve(work.key, fingerprint=work.fingerprint), Reserved)
-
-
 def test_an_interrupt_while_a_message_is_in_progress_elsewhere_leaves_no_partition_paused() -> None:
     bench = Bench(FakeConfluent(6))
-    asyncio.run(_reserve_first(bench.manager))
+    asyncio.run(reserve_elsewhere(bench.manager))
 
     def interrupt() -> None:
         if bench.consumer.is_paused:
@@ -234,7 +224,7 @@ def test_an_interrupt_while_a_message_is_in_progress_elsewhere_leaves_no_partiti
 
 async def test_a_cancellation_while_a_record_is_in_progress_elsewhere_leaves_no_partition_paused() -> None:
     bench = Bench(FakeAiokafka(6))
-    await _reserve_first(bench.manager)
+    await reserve_elsewhere(bench.manager)
 
     consuming = asyncio.create_task(bench.consume_async())
     await eventually(lambda: bench.consumer.is_paused)
