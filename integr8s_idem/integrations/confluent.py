@@ -241,7 +241,8 @@ class Delivery:
             InProgressError: Another worker is processing the message, and `stop` is set; the message is fetched again.
             LeaseLostError: The lease expired; another worker may process the message now.
             StoreError: The store did not answer; the message is fetched again.
-            Exception: Any error of `function`, unchanged; the message is fetched again.
+            Exception: Any error of `function`, unchanged; the message is fetched again.  Only a `StopIteration` becomes
+                the cause of a `RuntimeError`, as in a generator.
         """
         self.was_run = True
         refuse_async(function)

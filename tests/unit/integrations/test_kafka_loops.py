@@ -148,6 +148,16 @@ def test_a_coroutine_returned_by_a_plain_function_is_closed_and_the_record_not_c
     assert _in_a_thread(manager).run(charge_now) == "charged"
 
 
+def test_a_stop_iteration_of_a_function_is_the_cause_of_a_runtime_error() -> None:
+    delivery = _in_a_thread(plain_manager())
+
+    with pytest.raises(RuntimeError) as raised:
+        delivery.run(lambda message: next(iter(())))
+
+    assert isinstance(raised.value.__cause__, StopIteration)
+    assert not delivery.settled
+
+
 @pytest.mark.parametrize(
     "function",
     [charge_now, ChargingNow().__call__, functools.partial(charge_now)],
