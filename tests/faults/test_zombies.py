@@ -94,13 +94,23 @@ async def test_an_evicted_member_continues_after_its_commit_is_rejected(
 
 
 async def evict(bootstrap: str, group: str) -> None:
-    """Send a leave request to the coordinator in the name of the group's only member."""
+    """Send a leave request to the coordinator in the name of the group's only member, once it has joined."""
     admin: Any = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
     await admin.start()
     try:
-        [description] = await admin.describe_consumer_groups([group])
-        [(_, _, _, _, _, [(member_id, *_)], *_)] = description.groups
+        member_id = await only_member(admin, group)
         answer = await admin._send_request(LeaveGroupRequest(group, member_id))
         assert answer.error_code == 0
     finally:
         await admin.close()
+
+
+async def only_member(admin: Any, group: str) -> str:
+    """Wait until the group has a member, which may have to join again, and return its id."""
+    while True:
+        [description] = await admin.describe_consumer_groups([group])
+        [(_, _, _, _, _, members, *_)] = description.groups
+        if members:
+            [(member_id, *_)] = members
+            return str(member_id)
+        await asyncio.sleep(0.1)
