@@ -105,11 +105,12 @@ class guarded(Deadline):  # noqa: N801  # used as `with guarded(…)`
             super().__exit__(kind, error, trace)
         except TimeoutError:
             raise self._timed_out(error) from error
+        if (error is None or isinstance(error, Exception)) and self._task.cancelling() > self._cancelling:
+            # Before Python 3.12, asyncio.wait_for in the driver swallows some cancellations: it returns or raises what
+            # came at the same time, such as a refused connection.
+            raise asyncio.CancelledError from error
         if error is not None:
             self._translate(error)
-        elif self._task.cancelling() > self._cancelling:
-            # Before Python 3.12, asyncio.wait_for in the driver swallows some cancellations.
-            raise asyncio.CancelledError
 
     def _timed_out(self, error: BaseException | None) -> StoreUnavailableError:
         failure = _connection_failure(error)
