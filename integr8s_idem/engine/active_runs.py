@@ -132,11 +132,6 @@ class ActiveRuns:
         run = _RUN.get()
         return run if run is not None and run.among is self else None
 
-    @staticmethod
-    def innermost() -> ActiveRun | None:
-        """Return the innermost run of the current code, of any manager."""
-        return _RUN.get()
-
     def add(self, run: ActiveRun) -> None:
         """Register `run`, so that other callers in this process can wait for it."""
         run.outer = _RUN.get()
@@ -146,14 +141,6 @@ class ActiveRuns:
         """Register `run` and make it the innermost run of the current code until `leave`."""
         run.outer = _RUN.get()
         self._by_key[run.attempt.key] = run
-        _RUN.set(run)
-
-    def enter_unregistered(self, run: ActiveRun) -> None:
-        """Make `run`, which has no reservation, the innermost run of the current code until `leave`.
-
-        Nobody waits for it, and the key may be that of a registered run.
-        """
-        run.outer = _RUN.get()
         _RUN.set(run)
 
     def leave(self, run: ActiveRun) -> None:
@@ -174,8 +161,11 @@ class ActiveRuns:
 
     @contextmanager
     def within(self, run: ActiveRun) -> Iterator[None]:
-        """Make `run` the innermost run of the block."""
-        outer = _RUN.get()
+        """Make `run` the innermost run of the block.
+
+        A run without a reservation is not registered: nobody waits for it, and the key may be that of another run.
+        """
+        outer = run.outer = _RUN.get()
         _RUN.set(run)
         try:
             yield

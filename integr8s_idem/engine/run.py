@@ -285,7 +285,6 @@ class Run(ActiveRun):
         """Start the timer of the work, which must not be late.  `owner` is cancelled if the lease is lost."""
         lease = self.lease
         if lease is None:
-            self.outer = self.among.innermost()
             return self.attempt
         attempt = self._begin_attempt(lease)
         self.among.add(self)
@@ -435,11 +434,11 @@ class Run(ActiveRun):
     async def _call_unguarded(
         self, function: Callable[[Attempt], Awaitable[T]]
     ) -> Returned[T] | HandlerFailed | Discarded:
-        work = self.work
-        self.among.enter_unregistered(self)
+        work, observer = self.work, self._services.observer
         try:
-            with self._services.observer.phase(
-                Phase.HANDLE, work.event_type, attempt=self.attempt.number, handler=work.handler
+            with (
+                self.within(),
+                observer.phase(Phase.HANDLE, work.event_type, attempt=self.attempt.number, handler=work.handler),
             ):
                 value: T = repeatable(await function(self.attempt), work.key.label, work.returns)
         except Exception as error:  # noqa: BLE001  # returned as the outcome
@@ -447,8 +446,6 @@ class Run(ActiveRun):
         except BaseException:
             self.end()
             raise
-        finally:
-            self.among.leave(self)
         return Returned(self, value, None)
 
     def _unguarded_failure(self, error: Exception) -> HandlerFailed | Discarded:
