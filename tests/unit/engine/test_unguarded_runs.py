@@ -11,6 +11,7 @@ from integr8s_idem import Steps
 from integr8s_idem.engine.work import Attempt, HandlerFailed, Work
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from integr8s_idem.keys import Key
+from integr8s_idem.records import IdempotencyStatus
 from integr8s_idem.telemetry.log_fields import context_fields
 from integr8s_idem.testing.virtual_time import virtual_time
 from tests.support.guarded import Guarded, guarded
@@ -206,3 +207,18 @@ async def test_a_request_without_an_answer_keeps_its_token_while_runs_without_it
     assert not isinstance(await here.manager.execute(work, pay), HandlerFailed)
 
     assert len(numbers) == 2
+
+
+@virtual_time
+async def test_a_last_failure_that_cannot_be_recorded_is_given_up_without_a_record() -> None:
+    here = guarded(on_store_error="open", max_attempts=1)
+
+    async def pay(_: Attempt) -> None:
+        here.store.down = {"fail"}
+        raise ConnectionError
+
+    outcome = await here.manager.execute(Work(Key.of("order:7")), pay)
+
+    assert isinstance(outcome, HandlerFailed)
+    assert outcome.given_up
+    assert (await here.record("order:7")).status is IdempotencyStatus.PROCESSING
