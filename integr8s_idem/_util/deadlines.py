@@ -93,6 +93,23 @@ class Deadline:
         self._task.cancel()
 
 
+class CallDeadline(Deadline):
+    """Limits a call of a driver, which may swallow a cancellation: the block raises it nevertheless.
+
+    Before Python 3.12, `asyncio.wait_for` returns or raises what came at the same time as the cancellation, such as a
+    refused connection; redis-py and aiomysql connect with it.
+    """
+
+    __slots__ = ()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if (error is None or isinstance(error, Exception)) and self._task.cancelling() > self._cancelling:
+            raise asyncio.CancelledError from error
+
+
 class _Clock:
     """The active deadlines of an event loop, and a timer for the earliest one."""
 

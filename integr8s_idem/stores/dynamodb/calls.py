@@ -12,7 +12,7 @@ from typing import Any, Final
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from integr8s_idem._util.deadlines import Deadline
+from integr8s_idem._util.deadlines import CallDeadline
 from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.stores.dynamodb.clock import ServerClock
@@ -71,7 +71,7 @@ async def retries(operation: str, timeout: timedelta) -> AsyncIterator[Backoff]:
     """
     loop, backoff, seconds = asyncio.get_running_loop(), Backoff(), timeout.total_seconds()
     try:
-        with pace_of(loop).call_of_a_store(), Deadline(loop.time() + seconds):
+        with pace_of(loop).call_of_a_store(), CallDeadline(loop.time() + seconds):
             yield backoff
     except TimeoutError as error:
         late = StoreUnavailableError(operation, f"no answer from DynamoDB within {seconds:g} s")

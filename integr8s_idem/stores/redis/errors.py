@@ -24,7 +24,7 @@ from redis.exceptions import (
     ConnectionError as RedisConnectionError,
 )
 
-from integr8s_idem._util.deadlines import Deadline
+from integr8s_idem._util.deadlines import CallDeadline
 from integr8s_idem.diagnostics import Code
 from integr8s_idem.errors import ApplicationError, StoreConfigurationError, StoreError, StoreUnavailableError
 
@@ -73,7 +73,7 @@ _OTHER_LOOP: Final = re.compile(r"[Ee]vent loop is closed|different (event )?loo
 _NO_PERMISSION: Final = re.compile(r"NOPERM|permissions|can't run this command")
 
 
-class guarded(Deadline):  # noqa: N801  # used as `with guarded(…)`
+class guarded(CallDeadline):  # noqa: N801  # used as `with guarded(…)`
     """Limit the block to `timeout`, and translate errors of the driver.
 
     Raises:
@@ -85,7 +85,7 @@ class guarded(Deadline):  # noqa: N801  # used as `with guarded(…)`
     __slots__ = ("_operation", "_seconds")
 
     def __init__(self, operation: str, timeout: timedelta) -> None:
-        # As `Deadline.__init__`; a call would cost as much as the assignments.
+        # As `CallDeadline.__init__`; a call would cost as much as the assignments.
         self.expired = False
         self._clock = None
         self._operation = operation
@@ -105,10 +105,6 @@ class guarded(Deadline):  # noqa: N801  # used as `with guarded(…)`
             super().__exit__(kind, error, trace)
         except TimeoutError:
             raise self._timed_out(error) from error
-        if (error is None or isinstance(error, Exception)) and self._task.cancelling() > self._cancelling:
-            # Before Python 3.12, asyncio.wait_for in the driver swallows some cancellations: it returns or raises what
-            # came at the same time, such as a refused connection.
-            raise asyncio.CancelledError from error
         if error is not None:
             self._translate(error)
 

@@ -13,7 +13,7 @@ from typing import Final
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from integr8s_idem._util.deadlines import Deadline
+from integr8s_idem._util.deadlines import CallDeadline
 from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.config.urls import redacted
 from integr8s_idem.diagnostics import Code
@@ -218,7 +218,7 @@ async def guarded(operation: str, timeout: timedelta, kind: str) -> AsyncIterato
     loop, seconds = asyncio.get_running_loop(), timeout.total_seconds()
     start = loop.time()
     try:
-        with pace_of(loop).call_of_a_store(), Deadline(start + seconds) as limit:
+        with pace_of(loop).call_of_a_store(), CallDeadline(start + seconds) as limit:
             yield
     except TimeoutError as error:
         # A connect timeout of the driver may expire before `timeout`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -63,46 +62,6 @@ async def test_a_cancellation_by_the_caller_is_not_translated() -> None:
     await asyncio.wait({task})
 
     assert task.cancelled()
-
-
-@pytest.mark.parametrize("swallowed_after", [1, 2])
-@virtual_time
-async def test_a_cancellation_that_the_driver_swallows_is_raised_unless_the_timeout_caused_it(
-    swallowed_after: int,
-) -> None:
-    async def call() -> str:
-        with guarded("reserve", SECONDS), suppress(asyncio.CancelledError):
-            await asyncio.sleep(10)
-        return "answered"
-
-    task = asyncio.create_task(call())
-    if swallowed_after == 1:
-        asyncio.get_running_loop().call_later(1, task.cancel)
-    await asyncio.wait({task})
-
-    assert task.cancelled() == (swallowed_after == 1)
-    assert task.cancelled() or task.result() == "answered"
-
-
-@pytest.mark.parametrize("replaced_after", [1, 2])
-@virtual_time
-async def test_a_cancellation_that_the_driver_replaces_by_an_error_is_raised_unless_the_timeout_caused_it(
-    replaced_after: int,
-) -> None:
-    async def call() -> None:
-        with guarded("reserve", SECONDS):
-            try:
-                await asyncio.sleep(10)
-            except asyncio.CancelledError:
-                raise driver.ConnectionError("refused at the same time") from None
-
-    task = asyncio.create_task(call())
-    if replaced_after == 1:
-        asyncio.get_running_loop().call_later(1, task.cancel)
-    await asyncio.wait({task})
-
-    assert task.cancelled() == (replaced_after == 1)
-    assert task.cancelled() or isinstance(task.exception(), StoreUnavailableError)
 
 
 @virtual_time
