@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from datetime import timedelta
 
 import pytest
-from pymysql import err as mysql
 from redis import exceptions as redis
 from sqlalchemy.exc import OperationalError
 
@@ -44,7 +43,7 @@ async def on_dynamodb() -> AsyncIterator[None]:
 
 
 REFUSED_BY_REDIS = redis.ConnectionError("refused at the same time")
-REFUSED_BY_MYSQL = OperationalError("SELECT 1", (), mysql.OperationalError(2003, "refused at the same time"))
+REFUSED_BY_MYSQL = OperationalError("SELECT 1", (), Exception(2003, "refused at the same time"))
 REFUSED_TO_DYNAMODB = StoreUnavailableError("reserve", "refused at the same time")
 
 Call = Callable[[], AbstractAsyncContextManager[None]]
