@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as NoResponseError
 
 from integr8s_idem.config import RedisStoreSettings
 from integr8s_idem.stores.redis import pools, redis_client, round_trips
 from integr8s_idem.stores.redis.direct_exchange import DirectExchange, direct_exchange
 from integr8s_idem.stores.redis.round_trips import send
-from tests.support.fault_proxy import Cut, Drip, FaultProxy
+from tests.support.fault_proxy import Cut, Drip, FaultProxy, Stall
 from tests.support.redis import RedisServer, url_of
 
 LARGE = b"x" * 200_000
@@ -193,6 +195,59 @@ async def test_a_request_whose_answer_is_cut_is_sent_again(
     assert answers == [2, b"0123456789" * 20]  # the first was executed, too
     assert again == [b"next"]
     assert (counted.direct, counted.by_driver) == (3, 1)
+
+
+async def test_requests_of_a_client_with_the_drivers_own_settings_are_sent_directly(
+    redis_url: str, counted: Counted
+) -> None:
+    client = Redis.from_url(redis_url)  # newer drivers have a socket_timeout by default
+    assert await send(client, [("SET", "k", "one"), ("GET", "k")]) == [b"OK", b"one"]
+    await client.aclose()
+
+    assert (counted.direct, counted.by_driver) == (1, 0)
+
+
+async def test_a_request_without_data_fails_after_the_socket_timeout_of_the_client(
+    redis_server: RedisServer, counted: Counted
+) -> None:
+    async with FaultProxy(redis_server.address) as proxy:
+        client = Redis.from_url(url_of(proxy.address), socket_timeout=0.2, retry=None)
+        await send(client, [("ECHO", "warm")])
+        with proxy.fault(Stall()), pytest.raises(NoResponseError, match=r"no data from the server for 0\.2 s"):
+            await send(client, [("ECHO", "lost")])
+        answer = await send(client, [("ECHO", "next")])
+        await client.aclose()
+
+    assert answer == [b"next"]
+    assert (counted.direct, counted.by_driver) == (3, 0)
+
+
+async def test_an_answer_in_pieces_may_take_longer_than_the_socket_timeout(
+    redis_server: RedisServer, counted: Counted
+) -> None:
+    async with FaultProxy(redis_server.address) as proxy:
+        client = Redis.from_url(url_of(proxy.address), socket_timeout=0.5, retry=None)
+        await send(client, [("SET", "k", "0123456789" * 20)])
+        with proxy.fault(Drip(200)):
+            answers = await send(client, [("GET", "k")])
+        await client.aclose()
+
+    assert answers == [b"0123456789" * 20]
+    assert (counted.direct, counted.by_driver) == (2, 0)
+
+
+async def test_no_timer_outlives_its_request(redis_url: str) -> None:
+    client = Redis.from_url(redis_url, socket_timeout=60, retry=None)
+    for number in range(10):
+        assert await send(client, [("ECHO", str(number))]) == [str(number).encode()]
+    waiting = asyncio.create_task(send(client, [("BLPOP", "nothing", 60)]))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    await client.aclose()
+
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is DirectExchange and each._loop.is_running()]
 
 
 async def test_a_cancelled_request_leaves_no_answer_to_the_next_one(client: Redis) -> None:

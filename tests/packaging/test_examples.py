@@ -260,6 +260,19 @@ def test_a_reconcile_function_finds_the_charges_of_earlier_attempts() -> None:
     ]
 
 
+def test_two_processes_share_the_records_of_one_redis() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "examples.shared_store"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["first: refunding order 7", "first: refund-1", "second: refund-1"]
+
+
 def test_every_entry_point_has_a_program() -> None:
     programs = {path.stem for path in (ROOT / "examples" / "entries").glob("*.py")} - {"__init__"}
 

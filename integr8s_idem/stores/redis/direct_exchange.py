@@ -2,10 +2,11 @@
 
 The driver reads through an asyncio stream, which takes eight function calls per response.  From its first request on, a
 transport reports to a `DirectExchange` instead, which feeds the same parser, until the connection returns to the driver
-or a request fails.  Connecting, TLS, authentication and retries remain the driver's.
+or a request fails.  Connecting, TLS, authentication and retries remain the driver's, and so does its `socket_timeout`.
 
-Transport and parser are not public attributes of a connection.  `direct_exchange` checks that they are as expected, and
-that nothing is left to read; otherwise it returns `None`, and the driver's own methods are to be used.
+Transport and parser are not public attributes of a connection.  `direct_exchange` checks that they are as expected,
+that nothing is left to read, and that the driver does nothing else with responses, such as checking the health of the
+connection at intervals; otherwise it returns `None`, and the driver's own methods are to be used.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final
 import hiredis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as LostConnectionError
+from redis.exceptions import TimeoutError as NoResponseError
 
 _PENDING: Final[dict[type[Any], object]] = {}
 """By type of parser: what it returns if it needs more data."""
@@ -28,12 +30,18 @@ class DirectExchange(asyncio.Protocol):
     """The requests of one connection, one after the other, and their responses."""
 
     def __init__(
-        self, transport: asyncio.Transport, reader: Any, pending: object, loop: asyncio.AbstractEventLoop
+        self,
+        transport: asyncio.Transport,
+        reader: Any,
+        pending: object,
+        loop: asyncio.AbstractEventLoop,
+        timeout: float | None = None,
     ) -> None:
         """
         Args:
             reader: Parses the responses.
             pending: What it returns if it needs more data.
+            timeout: Seconds in which data must arrive during a request, by the clock of `loop`; `None` for no limit.
         """
         self.is_usable = True
         """Whether it can send another request: not after a failure, or if the server sent something on its own."""
@@ -42,6 +50,8 @@ class DirectExchange(asyncio.Protocol):
         self._reader = reader
         self._pending = pending
         self._loop = loop
+        self._timeout = timeout
+        self._timer: asyncio.TimerHandle | None = None
         self._number = 0
         self._answers: list[Any] = []
         self._done: asyncio.Future[list[Any]] | None = None
@@ -52,18 +62,20 @@ class DirectExchange(asyncio.Protocol):
         """Send commands, and return a future of their `number` responses; a refusal of the server is an error in it.
 
         The future fails with `redis.exceptions.ConnectionError` if the connection was lost or the server asks to
-        connect again, and with `InvalidResponse` if a response is not valid.  If it fails or is cancelled, call
-        `detach`.
+        connect again, with `TimeoutError` of the same module after the timeout, and with `InvalidResponse` if a
+        response is not valid.  If it fails or is cancelled, call `detach`.
         """
         self._number = number
         self._answers = []
         self._done = done = self._loop.create_future()
         self._transport.write(packed)
+        self._start_timer()
         return done
 
     def detach(self) -> None:
         """Let the transport report to the driver again."""
         self.is_usable = False
+        self._stop_timer()
         if not self._transport.is_closing() and self._transport.get_protocol() is self:
             self._transport.set_protocol(self._usual)
 
@@ -73,12 +85,14 @@ class DirectExchange(asyncio.Protocol):
         if done is None:
             self._reject_unrequested()
             return
+        self._stop_timer()
         reader, answers = self._reader, self._answers
         try:
             reader.feed(data)
             while len(answers) < self._number:
                 answer = reader.gets()
                 if answer is self._pending:
+                    self._start_timer()
                     return
                 if _PUSH is not None and isinstance(answer, _PUSH):
                     raise LostConnectionError("the server sent a push message during a request")
@@ -113,6 +127,18 @@ class DirectExchange(asyncio.Protocol):
         """Pass the call on to the driver's stream, which counts it."""
         self._usual.resume_writing()
 
+    def _start_timer(self) -> None:
+        if self._timeout is not None:
+            self._timer = self._loop.call_later(self._timeout, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._fail(NoResponseError(f"no data from the server for {self._timeout:g} s, the client's socket_timeout"))
+
     def _reject_unrequested(self) -> None:
         """Close the connection: what nobody requested could be taken for the answer to the next request."""
         self.is_usable = False
@@ -120,6 +146,7 @@ class DirectExchange(asyncio.Protocol):
 
     def _fail(self, error: Exception) -> None:
         self.is_usable = False
+        self._stop_timer()
         if self._done is not None and not self._done.done():
             self._done.set_exception(error)
 
@@ -133,7 +160,7 @@ def direct_exchange(connection: Any, loop: asyncio.AbstractEventLoop) -> DirectE
         stream, transport, parser = connection._reader, connection._writer._transport, connection._parser
         reader = parser._reader
         is_busy = bool(stream._buffer) or stream._eof or transport.is_closing()
-        has_checks = connection.health_check_interval or connection.socket_timeout is not None
+        has_checks, timeout = connection.health_check_interval, connection.socket_timeout
     except AttributeError:
         return None  # not connected, or another version of the driver
     # Connections of a Sentinel's primary act on some errors when they read them.
@@ -143,4 +170,4 @@ def direct_exchange(connection: Any, loop: asyncio.AbstractEventLoop) -> DirectE
     kind = type(parser)
     if kind not in _PENDING:
         _PENDING[kind] = reader.gets()  # the reader is empty
-    return DirectExchange(transport, reader, _PENDING[kind], loop)
+    return DirectExchange(transport, reader, _PENDING[kind], loop, timeout)

@@ -250,7 +250,8 @@ class RedisIdempotencyRepository(RecordsInRedis):
     and `+wait` for `wait_replicas`.
 
     Args:
-        client: A client of redis-py; `redis_client` and `redis_sentinel_client` create one from settings.
+        client: A client of redis-py.  `redis_client` and `redis_sentinel_client` create one from settings, whose calls
+            take less time than those of the driver's own clients.
         timeout: Limit for one call, including retries of the driver, before
             `StoreUnavailableError`.  Must be longer than `wait_timeout`.
         key_prefix: As in `[idempotency]`.  The key `KEY_PREFIX:store-id` identifies the data of the server: it is
