@@ -16,7 +16,7 @@ LOWEST := .cache/lowest
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-lowest faults matrix reference docs bench check fix setup speedups kafka dynamodb mariadb wheel clean
+.PHONY: help demo test test-quick test-lowest test-native faults matrix reference docs bench check fix setup speedups kafka dynamodb mariadb wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -34,7 +34,11 @@ $(SETUP): pyproject.toml constraints.txt
 speedups: $(SETUP)  ## the native code of speedups/, built and installed here; needs cargo
 	@command -v cargo >/dev/null || { echo "building the native code needs Rust 1.83 or newer, with cargo on the PATH"; exit 1; }
 	@cd speedups && CARGO_TARGET_DIR=$(CURDIR)/.cache/speedups ../$(BIN)/python -m pip install --quiet --force-reinstall --no-deps .
-	@$(BIN)/python -c 'from integr8s_idem._util.speedups import LOADED; print(LOADED.description)'
+	@$(BIN)/python -c 'from integr8s_idem._util.speedups import LOADED; print("native code:", LOADED.description)'
+
+test-native: speedups  ## style and lints of the native code, and the tests that use it; needs cargo with rustfmt and clippy
+	@cd speedups && cargo fmt --check && CARGO_TARGET_DIR=$(CURDIR)/.cache/speedups cargo clippy --quiet --all-targets -- -D warnings
+	@$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" tests/unit tests/contract/test_redis.py tests/faults/test_native_code.py
 
 kafka: $(KAFKA)  ## the jars of a real Apache Kafka, for the tests
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import uvloop
 
-from benchmarks.machine import machine
+from benchmarks.machine import commit, machine
 from benchmarks.measuring import Flat
 from benchmarks.questions import BENCHMARKS, KEYS, Benchmark
 from benchmarks.rounds import Options, Progress, at_least_one
@@ -26,6 +26,7 @@ from integr8s_idem.cli.garbage_collection import collect_rarely
 def run_benchmarks(options: Options, file: Path | None) -> Flat:
     """Run the selected benchmarks. Results are saved after each one, so that an interrupted run keeps them."""
     start = time.perf_counter()
+    measured_commit = commit()  # now, since the results may be files of the checkout
     results = machine()
     # A partial run keeps the other numbers in the file; a complete run replaces them all.
     previous = previous_results(file, results) if file and file.exists() and options.only else {}
@@ -41,7 +42,10 @@ def run_benchmarks(options: Options, file: Path | None) -> Flat:
         results |= uvloop.run(
             _run(benchmark, replace(options.for_benchmark(name), known={**previous, **results}), progress)
         )
-        results |= {f"{name}.measured_at": datetime.now(UTC).isoformat(timespec="minutes")}
+        results |= {
+            f"{name}.commit": measured_commit,
+            f"{name}.measured_at": datetime.now(UTC).isoformat(timespec="minutes"),
+        }
         if file is not None:
             file.write_text(_sorted({**previous, **results}), encoding="utf-8")
     return results

@@ -1,9 +1,10 @@
-"""The machine and the versions that results were measured with."""
+"""The machine, the versions and the commit that results were measured with."""
 
 from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -37,6 +38,16 @@ def machine(packages: tuple[str, ...] = PEERS) -> Flat:
         "machine.python": platform.python_version(),
     }
     return result | {f"version.{name}": version(name) for name in packages}
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with a `+` if tracked files differ from it; empty without git."""
+    command = ["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=+"]
+    try:
+        asked = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return asked.stdout.strip()
 
 
 def _processor() -> str:

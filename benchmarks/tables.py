@@ -107,9 +107,9 @@ def latest_tables(results: Results, other: Results) -> dict[str, str]:
         "figures-machine": _machine(results),
         "other-machine": _other_machine(other),
         "figures-servers": _table(
-            ["benchmark", "server", "rounds", "seconds per turn", "measured at"],
+            ["benchmark", "server", "rounds", "seconds per turn", "measured at", "commit"],
             [[f"`{name}.py`", *(results.get(f"{name}.{what}", "") for what in
-              ("server", "rounds", "turn_seconds", "measured_at"))] for name in _benchmarks(results)],
+              ("server", "rounds", "turn_seconds", "measured_at", "commit"))] for name in _benchmarks(results)],
             text_columns=2,
         ),
     }  # fmt: skip
@@ -195,7 +195,8 @@ def _machine(results: Results) -> str:
 def _other_machine(results: Results) -> str:
     servers = sorted({results[f"{name}.server"] for name in ("kafka", "transactions")})
     first = min(value for name, value in results.items() if name.endswith(".measured_at"))
-    return f"{_machine(results)} {'; '.join(servers)}. Measured from {first[:10]} on."
+    commits = sorted({str(value) for name, value in results.items() if name.endswith(".commit")})
+    return f"{_machine(results)} {'; '.join(servers)}. Measured from {first[:10]} on, at commit {', '.join(commits)}."
 
 
 def all_tables() -> dict[str, str]:

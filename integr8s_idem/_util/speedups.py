@@ -28,7 +28,7 @@ class Speedups(NamedTuple):
     native: Any | None
     """The module."""
     description: str
-    """What is used, for people."""
+    """Whether it is used, for people."""
     problem: str = ""
     """Why the module is not used although nobody disabled it; empty if it is used, disabled or not installed."""
     remedy: str = ""
@@ -39,7 +39,7 @@ def load() -> Speedups:
     """Import the module unless it is disabled."""
     given = os.environ.get(VARIABLE, "")
     if given.lower() in _OFF:
-        return Speedups(None, f"Python, since {VARIABLE}={given}")
+        return Speedups(None, f"not used: {VARIABLE}={given}")
     if given.lower() not in _ON:
         # A user who sets it probably wants to disable the native code.
         problem = f"{VARIABLE} is {given!r}, which is neither on nor off"
@@ -48,18 +48,18 @@ def load() -> Speedups:
         module = importlib.import_module(MODULE)
     except ModuleNotFoundError as error:
         if error.name == MODULE:
-            return Speedups(None, f"Python, since {DISTRIBUTION} is not installed")
+            return Speedups(None, f"not used: {DISTRIBUTION} is not installed")
         return _unusable(str(error))
     except ImportError as error:  # built for another platform
         return _unusable(str(error))
     found = getattr(module, "INTERFACE", None)
     if found != INTERFACE:
         return _unusable(f"it has interface {found}, but this version of integr8s-idem needs {INTERFACE}")
-    return Speedups(module, f"native, {DISTRIBUTION} {module.__version__}")
+    return Speedups(module, f"used ({DISTRIBUTION} {module.__version__})")
 
 
 def _unusable(problem: str, remedy: str = _REINSTALL) -> Speedups:
-    return Speedups(None, f"Python, since {DISTRIBUTION} cannot be used", problem, remedy)
+    return Speedups(None, f"not used: {DISTRIBUTION} cannot be used", problem, remedy)
 
 
 LOADED: Final = load()

@@ -16,6 +16,4 @@ def check_speedups(loaded: Speedups) -> Finding:
     if loaded.problem:
         what = f"{DISTRIBUTION} cannot be used: {loaded.problem}"
         return Finding(Code.SPEEDUPS_UNUSABLE, Severity.WARNING, NATIVE_CODE, what, _COST, loaded.remedy)
-    return Finding(
-        Code.SPEEDUPS_SEEN, Severity.INFO, NATIVE_CODE, f"this installation uses {loaded.description}", "", ""
-    )
+    return Finding(Code.SPEEDUPS_SEEN, Severity.INFO, NATIVE_CODE, loaded.description, "", "")

@@ -119,7 +119,8 @@ class _Slot:
         if not found:
             return self._without_services(services, pid=self.process.pid, live=True, reason="starting")
         live, ready = (all(getattr(each, what) for each in found.values()) for what in ("live", "ready"))
-        return ProcessHealth(self.number, self.process.pid, live, ready), found
+        reason = "; ".join(f"{each.name}: {each.reason}" for each in found.values() if each.reason)
+        return ProcessHealth(self.number, self.process.pid, live, ready, reason), found
 
     def _without_services(
         self, services: Sequence[str], *, pid: int | None, live: bool, reason: str
@@ -236,7 +237,7 @@ class Supervisor:
 
     async def _pause(self, slot: _Slot, end: _End, pause: float) -> None:
         """Wait before the next start."""
-        logger.error("worker process %d %s; the next start is in %.1f s", slot.number, end, pause)
+        logger.error("worker process %d %s; the next start is in %.2f s", slot.number, end, pause)
         try:
             async with asyncio.timeout(pause):
                 await self._stopping.wait()

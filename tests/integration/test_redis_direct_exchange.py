@@ -16,7 +16,7 @@ from redis.exceptions import TimeoutError as NoResponseError
 
 from integr8s_idem.config import RedisStoreSettings
 from integr8s_idem.stores.redis import pools, redis_client, round_trips
-from integr8s_idem.stores.redis.direct_exchange import DirectExchange, direct_exchange
+from integr8s_idem.stores.redis.direct_exchange import DirectExchange, TimedExchange, direct_exchange
 from integr8s_idem.stores.redis.round_trips import send
 from tests.support.fault_proxy import Cut, Drip, FaultProxy, Stall
 from tests.support.redis import RedisServer, url_of
@@ -247,7 +247,7 @@ async def test_no_timer_outlives_its_request(redis_url: str) -> None:
     await client.aclose()
 
     gc.collect()
-    assert not [each for each in gc.get_objects() if type(each) is DirectExchange and each._loop.is_running()]
+    assert not [each for each in gc.get_objects() if type(each) is TimedExchange and each._loop.is_running()]
 
 
 async def test_a_cancelled_request_leaves_no_answer_to_the_next_one(client: Redis) -> None:

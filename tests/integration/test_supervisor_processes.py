@@ -40,10 +40,7 @@ def arguments(settings: Path, *others: str) -> list[str]:
 def until_attached(process: SupervisedProcess) -> list[psutil.Process]:
     """Wait until both workers run their services."""
     wait_until(
-        lambda: (
-            process.health()["services"][0]["reason"].count("cannot reach Kafka") > 0
-            and not [each for each in process.health()["worker_processes"] if each["reason"]]
-        ),
+        lambda: all("cannot reach Kafka" in each["reason"] for each in process.health()["worker_processes"]),
         state=lambda: process.output,
     )
     workers = process.workers

@@ -45,6 +45,7 @@ OTHER_MACHINE: Final[dict[str, Any]] = machine() | {
     "transactions.server": "PostgreSQL 9",
     "kafka.measured_at": "2026-01-03T10:00+00:00",
     "batches.measured_at": "2026-01-02T10:00+00:00",
+    "batches.commit": "12345678",
     "growth_2m": 1.23,
 }
 
@@ -115,11 +116,12 @@ def test_each_benchmark_reports_its_server_and_time() -> None:
         "kafka.rounds": 7,
         "kafka.turn_seconds": 1.0,
         "kafka.measured_at": "now",
+        "kafka.commit": "12345678+",
     }
 
     servers = latest_tables(machine() | results, OTHER_MACHINE)["figures-servers"]
 
-    assert "| `kafka.py` | Apache Kafka 4.1.0 | 7 | 1.0 | now |" in servers
+    assert "| `kafka.py` | Apache Kafka 4.1.0 | 7 | 1.0 | now | 12345678+ |" in servers
 
 
 def test_figures_are_listed_with_those_of_another_machine_and_its_servers() -> None:
@@ -129,7 +131,7 @@ def test_figures_are_listed_with_those_of_another_machine_and_its_servers() -> N
 
     assert ") | 1.23 |" in next(line for line in found["figures"].splitlines() if line.startswith("| `growth_2m` |"))
     assert "(abacus)" in found["other-machine"]
-    assert found["other-machine"].endswith("Kafka 3; PostgreSQL 9. Measured from 2026-01-02 on.")
+    assert found["other-machine"].endswith("Kafka 3; PostgreSQL 9. Measured from 2026-01-02 on, at commit 12345678.")
 
 
 def test_results_of_another_machine_are_not_extended(tmp_path: Path) -> None:

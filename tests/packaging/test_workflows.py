@@ -30,7 +30,13 @@ def test_tests_run_on_every_python_version_of_the_metadata() -> None:
 
 @pytest.mark.parametrize(
     ("job", "command"),
-    [("check", "make check"), ("wheel", "make wheel"), ("docs", "make docs"), ("lowest", "make test-lowest")],
+    [
+        ("check", "make check"),
+        ("wheel", "make wheel"),
+        ("docs", "make docs"),
+        ("lowest", "make test-lowest"),
+        ("native", "make test-native"),
+    ],
 )
 def test_each_job_runs_a_documented_make_target(job: str, command: str) -> None:
     assert commands(job)[0] == command

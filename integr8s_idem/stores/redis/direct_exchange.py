@@ -30,18 +30,12 @@ class DirectExchange(asyncio.Protocol):
     """The requests of one connection, one after the other, and their responses."""
 
     def __init__(
-        self,
-        transport: asyncio.Transport,
-        reader: Any,
-        pending: object,
-        loop: asyncio.AbstractEventLoop,
-        timeout: float | None = None,
+        self, transport: asyncio.Transport, reader: Any, pending: object, loop: asyncio.AbstractEventLoop
     ) -> None:
         """
         Args:
             reader: Parses the responses.
             pending: What it returns if it needs more data.
-            timeout: Seconds in which data must arrive during a request, by the clock of `loop`; `None` for no limit.
         """
         self.is_usable = True
         """Whether it can send another request: not after a failure, or if the server sent something on its own."""
@@ -50,8 +44,6 @@ class DirectExchange(asyncio.Protocol):
         self._reader = reader
         self._pending = pending
         self._loop = loop
-        self._timeout = timeout
-        self._timer: asyncio.TimerHandle | None = None
         self._number = 0
         self._answers: list[Any] = []
         self._done: asyncio.Future[list[Any]] | None = None
@@ -62,20 +54,18 @@ class DirectExchange(asyncio.Protocol):
         """Send commands, and return a future of their `number` responses; a refusal of the server is an error in it.
 
         The future fails with `redis.exceptions.ConnectionError` if the connection was lost or the server asks to
-        connect again, with `TimeoutError` of the same module after the timeout, and with `InvalidResponse` if a
-        response is not valid.  If it fails or is cancelled, call `detach`.
+        connect again, and with `InvalidResponse` if a response is not valid.  If it fails or is cancelled, call
+        `detach`.
         """
         self._number = number
         self._answers = []
         self._done = done = self._loop.create_future()
         self._transport.write(packed)
-        self._start_timer()
         return done
 
     def detach(self) -> None:
         """Let the transport report to the driver again."""
         self.is_usable = False
-        self._stop_timer()
         if not self._transport.is_closing() and self._transport.get_protocol() is self:
             self._transport.set_protocol(self._usual)
 
@@ -85,14 +75,12 @@ class DirectExchange(asyncio.Protocol):
         if done is None:
             self._reject_unrequested()
             return
-        self._stop_timer()
         reader, answers = self._reader, self._answers
         try:
             reader.feed(data)
             while len(answers) < self._number:
                 answer = reader.gets()
                 if answer is self._pending:
-                    self._start_timer()
                     return
                 if _PUSH is not None and isinstance(answer, _PUSH):
                     raise LostConnectionError("the server sent a push message during a request")
@@ -127,9 +115,53 @@ class DirectExchange(asyncio.Protocol):
         """Pass the call on to the driver's stream, which counts it."""
         self._usual.resume_writing()
 
+    def _reject_unrequested(self) -> None:
+        """Close the connection: what nobody requested could be taken for the answer to the next request."""
+        self.is_usable = False
+        self._transport.close()
+
+    def _fail(self, error: Exception) -> None:
+        self.is_usable = False
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)
+
+
+class TimedExchange(DirectExchange):
+    """An exchange over a connection with a timeout: a request fails if no data arrives for that long."""
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        reader: Any,
+        pending: object,
+        loop: asyncio.AbstractEventLoop,
+        timeout: float,
+    ) -> None:
+        """`timeout`: in seconds, by the clock of `loop`."""
+        super().__init__(transport, reader, pending, loop)
+        self._timeout = timeout
+        self._timer: asyncio.TimerHandle | None = None
+
+    def request(self, packed: bytes, number: int) -> asyncio.Future[list[Any]]:
+        """As without a timeout; the future may also fail with `redis.exceptions.TimeoutError`."""
+        done = super().request(packed, number)
+        self._start_timer()
+        return done
+
+    def detach(self) -> None:
+        """Let the transport report to the driver again."""
+        self._stop_timer()
+        super().detach()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received bytes, and wait for more of them as long as for the first ones."""
+        self._stop_timer()
+        super().data_received(data)
+        if self._done is not None and not self._done.done():
+            self._start_timer()
+
     def _start_timer(self) -> None:
-        if self._timeout is not None:
-            self._timer = self._loop.call_later(self._timeout, self._give_up)
+        self._timer = self._loop.call_later(self._timeout, self._give_up)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -139,16 +171,9 @@ class DirectExchange(asyncio.Protocol):
     def _give_up(self) -> None:
         self._fail(NoResponseError(f"no data from the server for {self._timeout:g} s, the client's socket_timeout"))
 
-    def _reject_unrequested(self) -> None:
-        """Close the connection: what nobody requested could be taken for the answer to the next request."""
-        self.is_usable = False
-        self._transport.close()
-
     def _fail(self, error: Exception) -> None:
-        self.is_usable = False
         self._stop_timer()
-        if self._done is not None and not self._done.done():
-            self._done.set_exception(error)
+        super()._fail(error)
 
 
 def direct_exchange(connection: Any, loop: asyncio.AbstractEventLoop) -> DirectExchange | None:
@@ -170,4 +195,6 @@ def direct_exchange(connection: Any, loop: asyncio.AbstractEventLoop) -> DirectE
     kind = type(parser)
     if kind not in _PENDING:
         _PENDING[kind] = reader.gets()  # the reader is empty
-    return DirectExchange(transport, reader, _PENDING[kind], loop, timeout)
+    if timeout is not None:
+        return TimedExchange(transport, reader, _PENDING[kind], loop, timeout)
+    return DirectExchange(transport, reader, _PENDING[kind], loop)

@@ -170,7 +170,7 @@ async def test_a_process_that_dies_is_started_again_and_the_log_says_why_and_whe
         await task
 
     assert [number for _, number, _ in launcher.started] == [1, 2, 2]
-    assert "worker process 2 ended: killed by SIGKILL; the next start is in 1.0 s" in caplog.text
+    assert "worker process 2 ended: killed by SIGKILL; the next start is in 1.00 s" in caplog.text
     assert launcher.processes[0].orders == ["drain"]
 
 
@@ -334,7 +334,7 @@ async def test_processes_that_cannot_be_created_do_not_end_those_that_are_starti
 
         launcher.processes[0].end(1)
         assert await task == 1
-    assert "worker process 2 cannot be started: Too many open files; the next start is in 1.0 s" in caplog.text
+    assert "worker process 2 cannot be started: Too many open files; the next start is in 1.00 s" in caplog.text
 
 
 @virtual_time
@@ -356,6 +356,7 @@ async def test_health_is_good_only_if_that_of_all_processes_is() -> None:
     assert (good.live, good.ready) == (True, True)
     assert (joining.live, joining.ready) == (True, False)
     assert joining.services[0].reason == "worker process 2: has not joined its group"
+    assert [each.reason for each in joining.processes] == ["", "billing: has not joined its group"]
     assert (stalled.live, stalled.processes[1].reason) == (False, "does not answer")
     assert (dead.live, dead.services[0].reason) == (False, "worker process 2: ended: killed by SIGSEGV")
     assert [(each.worker_process, each.pid, each.ready) for each in dead.processes] == [

@@ -41,7 +41,7 @@ def test_python_code_is_used_if_the_distribution_is_not_installed(monkeypatch: p
     loaded = load()
 
     assert (loaded.native, loaded.problem) == (None, "")
-    assert loaded.description == "Python, since integr8s-idem-speedups is not installed"
+    assert loaded.description == "not used: integr8s-idem-speedups is not installed"
     assert check_speedups(loaded).severity is Severity.INFO
 
 
@@ -55,7 +55,7 @@ def test_native_code_with_the_same_interface_is_used(monkeypatch: pytest.MonkeyP
     assert loaded.native is native
     finding = check_speedups(loaded)
     assert (finding.code.value, finding.severity) == ("speedups-seen", Severity.INFO)
-    assert finding.what == "this installation uses native, integr8s-idem-speedups 0.2.0"
+    assert finding.what == "used (integr8s-idem-speedups 0.2.0)"
 
 
 @pytest.mark.parametrize("off", ["off", "OFF", "false", "no", "0"])
@@ -63,7 +63,7 @@ def test_native_code_can_be_disabled(off: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, MODULE, module(INTERFACE=INTERFACE, __version__="0.2.0"))
     monkeypatch.setenv(VARIABLE, off)
 
-    assert load() == (None, f"Python, since INTEGR8S_IDEM_SPEEDUPS={off}", "", "")
+    assert load() == (None, f"not used: INTEGR8S_IDEM_SPEEDUPS={off}", "", "")
     assert Settings() is not None, "the variable is not a setting"
 
 
