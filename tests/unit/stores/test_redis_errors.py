@@ -83,7 +83,7 @@ async def test_a_refused_connection_of_a_retrying_client_is_reported_as_refused(
     with socket.create_server(("127.0.0.1", 0)) as server_socket:
         port = server_socket.getsockname()[1]
     client = Redis(port=port)
-    repository = RedisIdempotencyRepository(client, timeout=timedelta(seconds=0.5))
+    repository = RedisIdempotencyRepository(client, timeout=timedelta(seconds=2))
 
     with pytest.raises(StoreUnavailableError) as raised:
         await repository.ping()
