@@ -40,6 +40,7 @@ from integr8s_idem.engine.results import (
     return_type_of,
 )
 from integr8s_idem.engine.run import RunOptions
+from integr8s_idem.engine.step_slots import delete_steps
 from integr8s_idem.engine.steps import Steps, UnrecordedSteps
 from integr8s_idem.engine.store_client import StoreClient
 from integr8s_idem.engine.work import Attempt, Executed, Outcome, WaitForStore, Work
@@ -265,8 +266,9 @@ class IdempotencyManager:
         return {generation: record for generation, record in found if record is not None}
 
     async def delete(self, key: str | Key) -> bool:
-        """Delete the record of `key` in any state: the next caller runs the work again."""
+        """Delete the record of `key` in any state, and those of its steps: the next caller runs all of it again."""
         record_key = self.space.full(self.space.key(key))
+        await delete_steps(self.space, self._store, [record_key])
         deleted = await self._store.delete([record_key]) == 1
         if self.executor.cache is not None:
             self.executor.cache.forget(record_key)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from enum import Enum
+from heapq import heappop, heappush
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
@@ -29,8 +30,9 @@ from integr8s_idem.records import (
 from integr8s_idem.stores import IdempotencyRepository
 
 SLOTS_PER_READ: Final = 16
-"""Number of slots read in one round trip."""
+"""Number of slots read in one round trip.  The first of these pages without a record is the last one that is read."""
 
+MOST_SLOTS: Final = 10_000
 
 _NAME: Final = "; step="
 
@@ -74,7 +76,11 @@ class StepSlot:
 
 
 class StepSlots:
-    """Assigns the steps of a unit to slots."""
+    """Assigns the steps of a unit to slots.
+
+    A step that is cancelled before it is reserved leaves no record.  Its slot is given to another step, and no step
+    takes a slot a page or more above one that may have no record, since a later run would not find it.
+    """
 
     def __init__(self, space: KeySpace, repository: IdempotencyRepository, run: ActiveRun) -> None:
         self._space = space
@@ -84,18 +90,54 @@ class StepSlots:
         self._looked = run.attempt.number == 1 and not run.attempt.generation
         """The first run has no earlier steps."""
         self._taken: dict[bytes, int] = {}
-        self._free = 0
+        self._next = 0
+        self._spare: list[int] = []
+        """A heap of slots that were given back."""
+        self._unrecorded: set[int] = set()
+        """Slots of steps that the store may not know yet."""
+        self._changed = asyncio.Event()
+        """Set when one of them is recorded or given back."""
         self._found: dict[bytes, IdempotencyRecord] = {}
         """Steps of earlier runs in this generation."""
         self._before: dict[bytes, IdempotencyRecord] = {}
         """Steps completed in an earlier generation; a replay does not repeat them."""
 
-    def of(self, mark: bytes) -> int:
-        """Return the slot of a step: where it was found, or the next free one."""
-        if mark not in self._taken:
-            self._taken[mark] = self._free
-            self._free += 1
+    async def take(self, mark: bytes) -> int:
+        """Return the slot of a step: where it was found, or the next free one, after waiting for the records below it.
+
+        Then call `note_recorded` once the store has answered, and `give_back` at the end of the step.
+        """
+        while mark not in self._taken:
+            slot = self._spare[0] if self._spare else self._next
+            if slot - min(self._unrecorded, default=slot) < SLOTS_PER_READ:
+                self._take(mark, slot)
+            else:
+                self._changed.clear()
+                await self._changed.wait()
         return self._taken[mark]
+
+    def _take(self, mark: bytes, slot: int) -> None:
+        if self._spare:
+            heappop(self._spare)
+        else:
+            self._next += 1
+        self._taken[mark] = slot
+        self._unrecorded.add(slot)
+
+    def note_recorded(self, mark: bytes) -> None:
+        """Note that the slot of a step has a record, of this step or of another one."""
+        if mark in self._taken:
+            self._unrecorded.discard(self._taken[mark])
+            self._changed.set()
+
+    def give_back(self, mark: bytes) -> None:
+        """Free the slot of a step, unless it has a record.  If it has one after all, the next step finds that out."""
+        slot = self._taken.get(mark)
+        if slot is not None and slot in self._unrecorded:
+            self._unrecorded.remove(slot)
+            del self._taken[mark]
+            heappush(self._spare, slot)
+            self._changed.set()
 
     def done_before(self, mark: bytes) -> IdempotencyRecord | None:
         return self._before.get(mark)
@@ -126,7 +168,7 @@ class StepSlots:
                 if record.status is IdempotencyStatus.COMPLETED and record.fingerprint is not None:
                     self._before[without_field_set(record.fingerprint)] = record
         for slot, record in await self._records(attempt.key):
-            self._free = max(self._free, slot + 1)
+            self._next = max(self._next, slot + 1)
             if record.fingerprint is not None:
                 # Development versions before 0.2.0 left the first bit as it was.
                 mark = without_field_set(record.fingerprint)
@@ -135,8 +177,7 @@ class StepSlots:
 
     async def _records(self, unit: str) -> list[tuple[int, IdempotencyRecord]]:
         found: list[tuple[int, IdempotencyRecord]] = []
-        for begin in range(0, 10_000, SLOTS_PER_READ):
-            keys = [self._space.full(self._space.step(unit, "", begin + offset)) for offset in range(SLOTS_PER_READ)]
+        for begin, keys in _pages(self._space, [unit]):
             page = enumerate(await self._get(keys), begin)
             records = [(slot, record) for slot, record in page if record is not None]
             found += records
@@ -150,6 +191,25 @@ class StepSlots:
                 return await self._repository.get(keys)
             except StoreUnavailableError as error:
                 await pause_briefly(error)
+
+
+async def delete_steps(space: KeySpace, repository: IdempotencyRepository, units: Sequence[str]) -> None:
+    """Delete the steps of `units`, given by their full keys, and the steps of these steps.
+
+    Raises:
+        StoreError: The store did not answer; some may be deleted.
+    """
+    for _, keys in _pages(space, units):
+        if not await repository.delete(keys):
+            return
+        await delete_steps(space, repository, keys)
+
+
+def _pages(space: KeySpace, units: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the full keys of the slots of `units`, page by page, each with its first slot."""
+    for begin in range(0, MOST_SLOTS, SLOTS_PER_READ):
+        slots = range(begin, begin + SLOTS_PER_READ)
+        yield begin, [space.full(space.step(unit, "", slot)) for unit in units for slot in slots]
 
 
 def mark_of(name: str) -> bytes:

@@ -108,15 +108,19 @@ class Steps:
             return cast("T", self._remembered(name, before, function))
         step = StepSlot(name, function, args, kwargs, once)
         while True:
-            work = Work(
-                self._space.step(self._run.attempt.key, f"{self._run.attempt.label} step {name}", self._slots.of(mark)),
-                mark,
-                self._run.work.ttl,
-                on_failure=OnFailure.BLOCK if once is Once.AT_MOST_ONCE else None,
-                on_key_reused=OnKeyReused.RAISE,
-                handler=self._run.work.handler,
-            )
-            outcome = await self._settled(work, step)
+            slot = await self._slots.take(mark)
+            try:
+                work = Work(
+                    self._space.step(self._run.attempt.key, f"{self._run.attempt.label} step {name}", slot),
+                    mark,
+                    self._run.work.ttl,
+                    on_failure=OnFailure.BLOCK if once is Once.AT_MOST_ONCE else None,
+                    on_key_reused=OnKeyReused.RAISE,
+                    handler=self._run.work.handler,
+                )
+                outcome = await self._settled(work, mark, step)
+            finally:
+                self._slots.give_back(mark)
             if not isinstance(outcome, KeyReused):
                 return cast("T", self._value(step, work, outcome))
             # An earlier run has taken the slot in the meantime; its step must be found in another one.
@@ -137,20 +141,31 @@ class Steps:
             )
         self._asked.add(name)
 
-    async def _settled(self, work: Work, step: StepSlot) -> Outcome[Any]:
+    async def _settled(self, work: Work, mark: bytes, step: StepSlot) -> Outcome[Any]:
         """Run the step until it has an outcome.  It waits for an unavailable store until the lease of the unit ends."""
 
         # A later run must find a trace of an `at_most_once` step.
         options = RunOptions(pause_briefly, needs_reservation=step.once is Once.AT_MOST_ONCE)
+
+        async def do(attempt: Attempt) -> object:
+            if work.known:
+                self._slots.note_recorded(mark)
+            else:  # a policy runs the step without a record
+                self._slots.give_back(mark)
+            return await self._do(step, attempt)
 
         async def one_pass() -> Outcome[Any]:
             while True:
                 self._refuse_if_over(step)
                 await self._refuse_if_lost()
                 try:
-                    return await self._executor.execute(work, lambda attempt: self._do(step, attempt), options)
+                    outcome = await self._executor.execute(work, do, options)
                 except StoreUnavailableError as error:
                     await pause_briefly(error)
+                else:
+                    if work.known:
+                        self._slots.note_recorded(mark)
+                    return outcome
 
         try:
             outcome = await one_pass()

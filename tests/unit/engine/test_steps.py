@@ -294,6 +294,85 @@ async def test_more_steps_than_one_page_are_found_again() -> None:
     assert seen == list(range(41))
 
 
+@pytest.mark.parametrize("cancelled", [1, 15, 16, 40])
+@pytest.mark.parametrize("during", ["get", "reserve"])
+@virtual_time
+async def test_a_step_is_found_again_after_others_were_cancelled_before_they_were_recorded(
+    cancelled: int, during: str
+) -> None:
+    process, printed = Process(guarded().store), []
+    store, manager = process.here.store, process.here.manager
+
+    async def print_invoice() -> None:
+        printed.append("invoice")
+
+    async def look_up(number: int) -> None:
+        await asyncio.sleep(100)
+
+    async def unit(steps: Steps) -> str:
+        if manager.attempt().number > 1:
+            await steps.run("print", print_invoice, once="at_most_once")
+            return "done"
+        answers = store.held[during] = asyncio.Event()
+        optional = [asyncio.create_task(steps.run(f"look-up-{number}", look_up, number)) for number in range(cancelled)]
+        await asyncio.sleep(1)
+        printing = asyncio.create_task(steps.run("print", print_invoice, once="at_most_once"))
+        await asyncio.sleep(1)
+        for each in optional:
+            each.cancel()
+        await asyncio.sleep(1)
+        answers.set()
+        await printing
+        raise ConnectionError("after the step")
+
+    with pytest.raises(ConnectionError):
+        await process.unit(unit)
+
+    assert await process.unit(unit) == "done"
+    assert printed == ["invoice"]
+
+
+@virtual_time
+async def test_many_concurrent_steps_that_wait_for_each_other_all_start() -> None:
+    store, together = guarded().store, asyncio.Barrier(50)
+
+    async def meet() -> None:
+        await together.wait()
+
+    async def unit(steps: Steps) -> str:
+        await asyncio.gather(*(steps.run(f"number-{number}", meet) for number in range(50)))
+        return "done"
+
+    assert await Process(store).unit(unit) == "done"
+
+
+@virtual_time
+async def test_deleting_a_unit_deletes_its_steps_and_their_steps() -> None:
+    process, seen = Process(guarded().store), []
+    manager = process.here.manager
+
+    async def inner() -> None:
+        seen.append("inner")
+
+    async def outer(number: int) -> None:
+        seen.append(f"outer {number}")
+        if number == 0:
+            await manager.steps().run("inner", inner)
+
+    async def unit(steps: Steps) -> None:
+        for number in range(20):
+            await steps.run(f"outer-{number}", outer, number)
+        raise PermanentError("given up")
+
+    for _ in range(2):
+        with pytest.raises(PermanentError):
+            await process.unit(unit)
+        assert len(seen) == 21
+        assert await manager.delete("order:1")
+        assert not await manager.delete("order:1")
+        seen.clear()
+
+
 @virtual_time
 async def test_a_run_that_was_taken_over_starts_no_more_steps() -> None:
     store, effects = guarded().store, Effects()
