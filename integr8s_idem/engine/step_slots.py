@@ -92,11 +92,11 @@ class StepSlots:
         self._taken: dict[bytes, int] = {}
         self._next = 0
         self._spare: list[int] = []
-        """A heap of slots that were given back."""
+        """A heap of slots that were released."""
         self._unrecorded: set[int] = set()
         """Slots of steps that the store may not know yet."""
         self._changed = asyncio.Event()
-        """Set when one of them is recorded or given back."""
+        """Set when one of them is recorded or released."""
         self._found: dict[bytes, IdempotencyRecord] = {}
         """Steps of earlier runs in this generation."""
         self._before: dict[bytes, IdempotencyRecord] = {}
@@ -105,7 +105,7 @@ class StepSlots:
     async def take(self, mark: bytes) -> int:
         """Return the slot of a step: where it was found, or the next free one, after waiting for the records below it.
 
-        Then call `note_recorded` once the store has answered, and `give_back` at the end of the step.
+        Then call `note_recorded` once the store has answered, and `release` at the end of the step.
         """
         while mark not in self._taken:
             slot = self._spare[0] if self._spare else self._next
@@ -130,8 +130,8 @@ class StepSlots:
             self._unrecorded.discard(self._taken[mark])
             self._changed.set()
 
-    def give_back(self, mark: bytes) -> None:
-        """Free the slot of a step, unless it has a record.  If it has one after all, the next step finds that out."""
+    def release(self, mark: bytes) -> None:
+        """Release the slot of a step, unless it has a record.  If it has one after all, the next step notices."""
         slot = self._taken.get(mark)
         if slot is not None and slot in self._unrecorded:
             self._unrecorded.remove(slot)

@@ -120,7 +120,7 @@ class Steps:
                 )
                 outcome = await self._settled(work, mark, step)
             finally:
-                self._slots.give_back(mark)
+                self._slots.release(mark)
             if not isinstance(outcome, KeyReused):
                 return cast("T", self._value(step, work, outcome))
             # An earlier run has taken the slot in the meantime; its step must be found in another one.
@@ -151,7 +151,7 @@ class Steps:
             if work.known:
                 self._slots.note_recorded(mark)
             else:  # a policy runs the step without a record
-                self._slots.give_back(mark)
+                self._slots.release(mark)
             return await self._do(step, attempt)
 
         async def one_pass() -> Outcome[Any]:

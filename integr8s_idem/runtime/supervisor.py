@@ -46,23 +46,18 @@ class Process(Protocol):
     @property
     def was_ready(self) -> bool:
         """Whether one of its services has polled its topics; final when `wait` returns."""
-        ...
 
     async def wait(self) -> int:
         """Wait for its end, and return its exit status; -N if signal N killed it."""
-        ...
 
     async def ask(self, question: str) -> Any:
         """Return the answer to `health` or `metrics`, or `None`."""
-        ...
 
     def order(self, word: str) -> None:
         """Send `drain` or `stop`."""
-        ...
 
     def kill(self) -> None:
         """Kill it."""
-        ...
 
 
 class Launcher(Protocol):
@@ -74,7 +69,6 @@ class Launcher(Protocol):
         Raises:
             OSError: The system cannot start another process.
         """
-        ...
 
 
 class _End(NamedTuple):
@@ -115,9 +109,9 @@ class _Slot:
             return self._without_services(services, pid=None, live=self.is_live, reason=self.reason)
         if self.answer is None:
             return self._without_services(services, pid=self.process.pid, live=False, reason="does not answer")
-        found = {each["name"]: ServiceHealth(**each) for each in self.answer["services"]}
-        if not found:
+        if not self.answer["services"]:
             return self._without_services(services, pid=self.process.pid, live=True, reason="starting")
+        found = {each["name"]: ServiceHealth(**each) for each in self.answer["services"]}
         live, ready = (all(getattr(each, what) for each in found.values()) for what in ("live", "ready"))
         reason = "; ".join(f"{each.name}: {each.reason}" for each in found.values() if each.reason)
         return ProcessHealth(self.number, self.process.pid, live, ready, reason), found
