@@ -31,7 +31,7 @@ from integr8s_idem.records import (
 )
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, codec, redis_client, scripts
-from integr8s_idem.stores.redis.servers import AT_ONCE
+from integr8s_idem.stores.redis.servers import KEYS_PER_RUN
 from tests.support.fault_proxy import Cut, FaultProxy
 from tests.support.redis import RedisServer, url_of
 from tests.support.stored import changed, checked, unchecked
@@ -70,7 +70,7 @@ async def test_large_batches_are_sent_in_parts(store: RedisIdempotencyRepository
     await redis_client.config_resetstat()
 
     reserved = await store.reserve([request_for(f"k:{number}") for number in range(500)])
-    parts = 500 / AT_ONCE
+    parts = 500 / KEYS_PER_RUN
     assert await evalsha_calls(redis_client) == parts
     await store.complete([Completion(reservation=r, ttl=TTL) for r in reserved if isinstance(r, Reserved)])
     assert await evalsha_calls(redis_client) == 2 * parts
@@ -132,7 +132,7 @@ async def test_a_key_that_occurs_twice_in_a_batch_is_reserved_once(store: RedisI
 
 async def test_a_batch_of_large_results_is_completed(store: RedisIdempotencyRepository) -> None:
     """More than a run of the script and more than a call of 4 MiB."""
-    keys = [f"k:{number}" for number in range(2 * AT_ONCE + 1)]
+    keys = [f"k:{number}" for number in range(2 * KEYS_PER_RUN + 1)]
     bodies = [b'"%05d%b"' % (number, b"x" * 20_000) for number in range(len(keys))]
     reserved = await store.reserve([request_for(key) for key in keys])
 

@@ -29,7 +29,7 @@ from integr8s_idem.stores.redis.batches import MOST_KEYS, slices
 from integr8s_idem.stores.redis.cluster import RedisClusterClient
 from integr8s_idem.stores.redis.errors import guarded
 from integr8s_idem.stores.redis.round_trips import ReplicaWait
-from integr8s_idem.stores.redis.servers import AT_ONCE, Argument, Lazily, OneServer, Servers
+from integr8s_idem.stores.redis.servers import KEYS_PER_RUN, Argument, Lazily, OneServer, Servers
 
 _READ_AT_ONCE: Final = 200
 _COMPLETED: Final = bytes((codec.COMPLETED,))
@@ -52,7 +52,7 @@ class RecordsInRedis:
             batch = waiting[:MOST_KEYS]
             asked = requests if len(batch) == len(requests) else [requests[index] for index in batch]
             # Those of several runs of the script are encoded while the server executes the previous run.
-            is_one_run = len(asked) <= AT_ONCE
+            is_one_run = len(asked) <= KEYS_PER_RUN
             arguments = batch_codec.encode_requests(asked) if is_one_run else Lazily(batch_codec.encode_requests, asked)
             with guarded("reserve", self._timeout):
                 keys = [request.key for request in asked]
@@ -72,7 +72,7 @@ class RecordsInRedis:
 
     def complete(self, completions: Sequence[Completion]) -> Coroutine[Any, Any, list[bool]]:
         keys = [completion.reservation.key for completion in completions]
-        if len(keys) <= AT_ONCE:
+        if len(keys) <= KEYS_PER_RUN:
             arguments = batch_codec.encode_completions(completions)
             return self._write("complete", scripts.SETTLE, keys, arguments, [_COMPLETED])
         later = Lazily(batch_codec.encode_completions, completions)

@@ -17,7 +17,7 @@ from integr8s_idem.stores.redis.scripts import Command, Script, command_of
 Argument = bytes | int
 T_co = TypeVar("T_co", covariant=True)
 
-AT_ONCE: Final = 125
+KEYS_PER_RUN: Final = 125
 """Keys per run of a script: while the server executes one run, the next is sent, in the same round trip."""
 
 
@@ -99,7 +99,7 @@ class OneServer:
         head: Sequence[Argument] = (),
         wait: ReplicaWait | None = None,
     ) -> list[Answered]:
-        if len(keys) <= AT_ONCE:
+        if len(keys) <= KEYS_PER_RUN:
             indexes, command = range(len(keys)), command_of(script, keys, [*head, *args] if head else args)
             if wait is None:
                 [answer] = await exchange(self._client.connection_pool, (command,))
@@ -108,7 +108,7 @@ class OneServer:
                 if not isinstance(answer, NoScriptError):
                     raise answer
             return [(indexes, (await run_all(self._client, script, [command], wait))[0])]
-        parts = [range(start, min(start + AT_ONCE, len(keys))) for start in range(0, len(keys), AT_ONCE)]
+        parts = [range(start, min(start + KEYS_PER_RUN, len(keys))) for start in range(0, len(keys), KEYS_PER_RUN)]
 
         def command_for(part: range) -> Command:
             return command_of(script, keys[part.start : part.stop], [*head, *args[part.start : part.stop]])
