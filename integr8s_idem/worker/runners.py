@@ -16,6 +16,7 @@ from functools import partial
 from itertools import compress
 from typing import Any, Final, TypeAlias
 
+from integr8s_idem._util.first_step import rest_in_context
 from integr8s_idem._util.loop_fairness import pace_of
 from integr8s_idem.engine.run import Returned, Run
 from integr8s_idem.engine.work import Executed, NotStarted
@@ -29,7 +30,6 @@ from integr8s_idem.worker.outcome_recorder import OutcomeRecorder
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 from integr8s_idem.worker.poison_events import FirstOutcome
 from integr8s_idem.worker.slot_horizon import SlotHorizon
-from integr8s_idem.worker.task_contexts import rest_in_context
 
 TURN: Final = 50
 """Items that a runner handles before it yields to the event loop."""

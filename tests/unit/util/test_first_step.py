@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from integr8s_idem._util.first_step import rest_in_context
 from integr8s_idem.testing.virtual_time import virtual_time
-from integr8s_idem.worker.task_contexts import rest_in_context
 
 T = TypeVar("T")
 NAME: ContextVar[str] = ContextVar("name", default="nobody")
