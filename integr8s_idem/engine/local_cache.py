@@ -1,12 +1,13 @@
 """In-process cache of completed work, which answers duplicates without asking the store.
 
 Disabled unless a setting gives the number of keys.  An entry expires before its record does, except for time that the
-machine is suspended, which its clock does not count.  A record that another process deletes stays in this cache until
-then.
+machine is suspended, which its clock does not count.  A record that another process, or another manager of this one,
+deletes stays in this cache until then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from time import monotonic
 from typing import Final
@@ -23,9 +24,14 @@ class LocalCache:
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
         self._entries: dict[str, tuple[float, bytes | None, Completed]] = {}
+        self._forgotten_at = float("-inf")
 
     def keep(self, done: Completed, fingerprint: bytes | None, begun: float, ttl: timedelta) -> None:
         """Cache an outcome.  `begun`: the time by `time.monotonic()` before the outcome was sent to the store."""
+        # The deletion may have removed this outcome.  One time for all keys keeps the memory bounded; the price is that
+        # outcomes of other keys that are being written during a deletion are not cached.
+        if begun <= self._forgotten_at:
+            return
         if done.result is not None and len(done.result.body) > LARGEST:
             return
         self._entries.pop(done.key, None)  # move the key to the end
@@ -44,6 +50,8 @@ class LocalCache:
             return None
         return None if is_other_payload(cached, fingerprint) else done
 
-    def forget(self, key: str) -> None:
-        """Remove `key` from the cache."""
-        self._entries.pop(key, None)
+    def forget(self, keys: Iterable[str]) -> None:
+        """Remove `keys` from the cache after their deletion, and do not cache outcomes whose write has already begun."""
+        self._forgotten_at = monotonic()
+        for key in keys:
+            self._entries.pop(key, None)

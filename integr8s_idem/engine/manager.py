@@ -266,13 +266,21 @@ class IdempotencyManager:
         return {generation: record for generation, record in found if record is not None}
 
     async def delete(self, key: str | Key) -> bool:
-        """Delete the record of `key` in any state, and those of its steps: the next caller runs all of it again."""
+        """Delete the record of `key` in any state, and those of its steps: the next caller runs all of it again.
+
+        Not in other processes or other managers of this one that completed it, while it is in their local memory.
+        """
         record_key = self.space.full(self.space.key(key))
-        await delete_steps(self.space, self._store, [record_key])
-        deleted = await self._store.delete([record_key]) == 1
-        if self.executor.cache is not None:
-            self.executor.cache.forget(record_key)
-        return deleted
+        await delete_steps(self.space, self._delete, [record_key])
+        return await self._delete([record_key]) == 1
+
+    async def _delete(self, record_keys: Sequence[str]) -> int:
+        store = self._store
+        try:
+            return await store.delete(record_keys)
+        finally:  # an unanswered call may have deleted them
+            if self.executor.cache is not None:
+                self.executor.cache.forget(record_keys)
 
     async def count_active(self) -> int:
         """Return how many keys of this scope are currently leased."""

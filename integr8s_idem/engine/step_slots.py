@@ -193,16 +193,20 @@ class StepSlots:
                 await pause_briefly(error)
 
 
-async def delete_steps(space: KeySpace, repository: IdempotencyRepository, units: Sequence[str]) -> None:
+async def delete_steps(
+    space: KeySpace, delete: Callable[[Sequence[str]], Awaitable[int]], units: Sequence[str]
+) -> None:
     """Delete the steps of `units`, given by their full keys, and the steps of these steps.
+
+    `delete`: deletes records by their full keys, and returns how many existed.
 
     Raises:
         StoreError: The store did not answer; some may be deleted.
     """
     for _, keys in _pages(space, units):
-        if not await repository.delete(keys):
+        if not await delete(keys):
             return
-        await delete_steps(space, repository, keys)
+        await delete_steps(space, delete, keys)
 
 
 def _pages(space: KeySpace, units: Sequence[str]) -> Iterator[tuple[int, list[str]]]:

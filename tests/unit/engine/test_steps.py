@@ -346,9 +346,10 @@ async def test_many_concurrent_steps_that_wait_for_each_other_all_start() -> Non
     assert await Process(store).unit(unit) == "done"
 
 
+@pytest.mark.parametrize("local_memory_keys", [0, 100])
 @virtual_time
-async def test_deleting_a_unit_deletes_its_steps_and_their_steps() -> None:
-    process, seen = Process(guarded().store), []
+async def test_deleting_a_unit_deletes_its_steps_and_their_steps(local_memory_keys: int) -> None:
+    process, seen = Process(guarded().store, local_memory_keys=local_memory_keys), []
     manager = process.here.manager
 
     async def inner() -> None:
