@@ -122,8 +122,12 @@ class IdempotencyManager:
         self.observer = observer
         self.scope = scope
         self.owner = (owner or f"{scope}@{socket.gethostname()}:{os.getpid()}")[:128]
+        self._given_owner = owner
         self._clock = clock
-        self._in_scopes: dict[str, IdempotencyManager] = {}
+        self._by_scope: dict[str, IdempotencyManager] = {scope: self}
+        """This manager and those of other scopes, which share the dictionary."""
+        self._made: list[IdempotencyManager] = []
+        """Those that this one made, and closes."""
         self._store_client = StoreClient(self.config, self.measured_repository, observer, scope, self.owner)
         reserve_vanished = self._store_client.reserve_vanished
         self._leases = LeaseKeeper(self.measured_repository, scope, reserve_vanished, observer, clock)
@@ -156,14 +160,21 @@ class IdempotencyManager:
         return self.measured_repository
 
     def in_scope(self, scope: str) -> IdempotencyManager:
-        """Return a manager for another scope with the same configuration; it is closed together with this one."""
-        if scope == self.scope:
-            return self
-        if scope not in self._in_scopes:
-            sibling = IdempotencyManager(self.config, self.repository, self.observer, scope=scope, clock=self._clock)
-            sibling._store_client.home = self._store_client.home
-            self._in_scopes[scope] = sibling
-        return self._in_scopes[scope]
+        """Return the manager for another scope with the same configuration, and the same `owner` if you gave one.
+
+        It is made by the first call, and closed together with the manager that made it.
+        """
+        known = self._by_scope.get(scope)
+        if known is not None:
+            return known
+        sibling = IdempotencyManager(
+            self.config, self.repository, self.observer, scope=scope, owner=self._given_owner, clock=self._clock
+        )
+        sibling._store_client.home = self._store_client.home
+        sibling._by_scope = self._by_scope
+        self._by_scope[scope] = sibling
+        self._made.append(sibling)
+        return sibling
 
     def checked_ttl(self, ttl: Duration) -> timedelta:
         """Validate `ttl` and return it as a `timedelta`.
@@ -431,7 +442,7 @@ class IdempotencyManager:
 
     def _current_run(self) -> tuple[IdempotencyManager, ActiveRun]:
         """Return the current run and its manager: this one, or the same manager in another scope."""
-        for manager in (self, *self._in_scopes.values()):
+        for manager in self._by_scope.values():
             if (run := manager.executor.runs.current()) is not None:
                 return manager, run
         raise ApplicationError(
@@ -617,8 +628,8 @@ class IdempotencyManager:
         return await self.executor.execute(work, function, RunOptions(wait_for_store))
 
     async def close(self) -> None:
-        """Wait for pending writes, and stop renewing leases."""
-        for sibling in tuple(self._in_scopes.values()):  # more of them may be requested meanwhile
+        """Wait for pending writes, and stop renewing leases; also of the managers that `in_scope` made for this one."""
+        for sibling in tuple(self._made):  # more of them may be requested meanwhile
             await sibling.close()
         await self._store_client.close()
         self._leases.close()
