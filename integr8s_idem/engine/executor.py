@@ -84,11 +84,15 @@ class Executor(RunServices):
         """Return the outcome of `key` from the local cache, or `None`; a hit is counted as a duplicate.
 
         `looked`: whether the store was asked before, so that the hit has been counted already.
+
+        Raises:
+            ApplicationError: The outcome is known, but the manager was used before this process was forked.
         """
         if self.cache is None:
             return None
         done = self.cache.look(self.client.space.full(key), fingerprint)
         if done is not None:
+            self.client.home.check()  # after a miss, the request does
             if not looked:
                 self.observer.count(Signal.CACHE_HIT, event_type)
             self.observer.count(Signal.DUPLICATE_BLOCKED, event_type)

@@ -36,6 +36,11 @@ class ForkGuard:
         self._scope = scope
         self._forks: int | None = None
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether the manager was used before this process was forked."""
+        return self._forks is not None and self._forks != _forks
+
     def check(self) -> None:
         """Check that the manager is used in its own process; the first call determines that process.
 

@@ -81,7 +81,7 @@ class IdempotencyManager:
     """Runs work once per key, across all processes that share the store and the scope.
 
     An instance belongs to the process that uses it first.  In a child that `os.fork` makes after that, its methods
-    raise `ApplicationError`: make a manager and a store in each child.
+    raise `ApplicationError`, except for `close`: make a manager and a store in each child.
     """
 
     def __init__(
@@ -324,6 +324,7 @@ class IdempotencyManager:
             raise ApplicationError(
                 "acquire_batch takes several keys: write acquire_batch([key]), or use reserve for one key"
             )
+        self._store_client.home.check()
         unique = list(dict.fromkeys(keys))
         works = [
             Work(self.space.key(key), given_fingerprint(fingerprint(key)) if fingerprint else None) for key in unique
@@ -346,6 +347,7 @@ class IdempotencyManager:
         Raises:
             StoreError: The store did not answer.  Do not do the work.
         """
+        self._store_client.home.check()
         _require_reservations("may_start", [reserved])
         while not self._batch_leases.may_start(reserved, self._leases.now()):
             self.observer.count(Signal.STALE_START_PREVENTED)
@@ -380,6 +382,7 @@ class IdempotencyManager:
             StoreError: The store did not answer.  You may confirm again.
             ApplicationError: A result cannot be stored, see `completion`; nothing is confirmed.
         """
+        self._store_client.home.check()
         reservations = list(done)
         results: Mapping[Reserved, object] = done if isinstance(done, Mapping) else dict.fromkeys(reservations)
         _require_reservations("confirm_batch", results)
@@ -628,7 +631,12 @@ class IdempotencyManager:
         return await self.executor.execute(work, function, RunOptions(wait_for_store))
 
     async def close(self) -> None:
-        """Wait for pending writes, and stop renewing leases; also of the managers that `in_scope` made for this one."""
+        """Wait for pending writes, and stop renewing leases; also of the managers that `in_scope` made for this one.
+
+        In a child of the process that used it, this does nothing: the writes and the leases belong to the parent.
+        """
+        if self._store_client.home.is_forked:
+            return
         for sibling in tuple(self._made):  # more of them may be requested meanwhile
             await sibling.close()
         await self._store_client.close()

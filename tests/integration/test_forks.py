@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="os.fork is not 
 
 SCRIPT = """
 import asyncio, os, signal, threading
-from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository, idempotent
+from integr8s_idem import IdempotencyConfig, IdempotencyManager, MemoryIdempotencyRepository, idempotent
 
 manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="billing")
 
@@ -80,6 +80,61 @@ def test_a_manager_used_by_the_parent_is_refused_in_the_child(used: str, call: s
     assert "the manager of billing was used before this process was forked" in result
     assert "Make a manager and a store in each child" in result
     assert after == "after was done"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cached.may_start(reserved)",
+        "cached.run('used', done)",
+        "cached.acquire_batch([])",
+        "cached.confirm_batch([])",
+        "cached.release_batch([])",
+    ],
+)
+def test_calls_that_need_no_store_are_refused_in_the_child_of_a_manager_used_by_the_parent(call: str) -> None:
+    [result] = run(f"""
+        config = IdempotencyConfig(local_memory_keys=10)
+        cached = IdempotencyManager(config, MemoryIdempotencyRepository(), scope="billing")
+
+        async def use():
+            await cached.run("used", done)
+            return (await cached.acquire_batch(["held"]))["held"]
+
+        reserved = asyncio.run(use())
+        in_child(lambda: asyncio.run({call}))
+    """)
+
+    assert result.startswith("ApplicationError: the manager of billing was used before this process was forked")
+
+
+def test_closing_a_manager_in_the_child_leaves_the_pending_writes_to_the_parent() -> None:
+    result, after = run("""
+        class Slow(MemoryIdempotencyRepository):
+            async def complete(self, completions):
+                await asyncio.sleep(0.2)
+                return await super().complete(completions)
+
+        slow = IdempotencyManager(repository=Slow(), scope="billing")
+
+        async def fork_while_an_outcome_is_written():
+            running = asyncio.create_task(slow.run("used", done))
+            await asyncio.sleep(0.1)
+            running.cancel()
+            await asyncio.wait({running})
+            if os.fork() == 0:
+                signal.alarm(10)
+                asyncio.run(slow.close())
+                print("closed", flush=True)
+                os._exit(0)
+            os.wait()
+            await slow.close()
+            print((await slow.get("used")).status.name)
+
+        asyncio.run(fork_while_an_outcome_is_written())
+    """)
+
+    assert (result, after) == ("closed", "COMPLETED")
 
 
 def test_a_manager_used_in_a_running_loop_of_the_parent_is_refused_in_the_child() -> None:
