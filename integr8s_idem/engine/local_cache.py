@@ -51,7 +51,7 @@ class LocalCache:
         return None if is_other_payload(cached, fingerprint) else done
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Remove `keys` from the cache after their deletion, and do not cache outcomes whose write has already begun."""
+        """Remove `keys` after their deletion, and do not cache outcomes whose write has already begun."""
         self._forgotten_at = monotonic()
         for key in keys:
             self._entries.pop(key, None)
