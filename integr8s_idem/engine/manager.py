@@ -12,12 +12,11 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 from itertools import compress
 from operator import not_
-from types import CoroutineType, TracebackType
+from types import CoroutineType
 from typing import Any, Literal, TypeVar
 
 from integr8s_idem._util.lease_clock import Clock
@@ -25,8 +24,10 @@ from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, cho
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.active_runs import ActiveRun
 from integr8s_idem.engine.batch_leases import BatchLeases
+from integr8s_idem.engine.call_arguments import not_awaitable, refuse_single_key, require_reserved, reservations_of
 from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.iterators import refuse_iterator
+from integr8s_idem.engine.joined_transactions import JOINED, InTransaction, never_unknown
 from integr8s_idem.engine.leases import LeaseKeeper
 from integr8s_idem.engine.measured_store import measured
 from integr8s_idem.engine.outcomes import error_of
@@ -66,15 +67,11 @@ from integr8s_idem.records import (
     Scheduled,
     Verdict,
 )
-from integr8s_idem.stores import IdempotencyRepository, JoinedRepository, JoiningRepository
+from integr8s_idem.stores import IdempotencyRepository, JoiningRepository
 from integr8s_idem.telemetry import SILENT, Observer, Signal
 
 T = TypeVar("T")
 K = TypeVar("K", bound="str | Key")
-
-_JOINED: ContextVar[tuple[IdempotencyManager, JoinedRepository] | None] = ContextVar(
-    "transaction joined by the current context", default=None
-)
 
 
 class IdempotencyManager:
@@ -215,6 +212,7 @@ class IdempotencyManager:
 
         The verdict of an unreadable record is `Corrupt`.
         """
+        refuse_single_key("reserve_many", keys)
         return await self._store.reserve([self._store_client.request(Work(self.space.key(key))) for key in keys])
 
     async def renew(self, *reservations: Reserved) -> list[bool]:
@@ -222,6 +220,7 @@ class IdempotencyManager:
 
         `False`: the reservation is no longer held by this process.
         """
+        require_reserved("renew", reservations)
         asked_at = self._leases.now()
         answers = await self._store.renew(reservations, self.config.lease)
         self._batch_leases.renewed(compress(reservations, answers), asked_at)
@@ -233,23 +232,30 @@ class IdempotencyManager:
         Raises:
             ApplicationError: The result cannot be stored; see `completion`.
         """
+        require_reserved("complete", [reserved])
+        completion = self.completion(reserved, result, ttl)
         self._batch_leases.forget([reserved])
-        return await self._store_client.complete(self.completion(reserved, result, ttl))
+        return await self._store_client.complete(completion)
 
     async def complete_many(self, completions: Sequence[Completion]) -> list[bool]:
         """Complete many reservations in one round trip and return an answer for each, in order; see `completion`."""
+        for ttl in {each.ttl for each in completions}:
+            self.checked_ttl(ttl)
         self._batch_leases.forget(each.reservation for each in completions)
         return await self._store.complete(completions)
 
     async def fail(self, reserved: Reserved, error: str, *, ttl: Duration | None = None) -> bool:
         """Record that the work is given up.  `False`: the reservation is no longer held by this process."""
         self._store_client.home.check()
+        require_reserved("fail", [reserved])
+        kept_for = None if ttl is None else self.checked_ttl(ttl)
         self._batch_leases.forget([reserved])
-        return await self._store_client.fail(self._store_client.failure(reserved, error, duration(ttl, "ttl")))
+        return await self._store_client.fail(self._store_client.failure(reserved, error, kept_for))
 
     async def release(self, *reservations: Reserved) -> list[bool]:
         """Release reservations in one round trip; their attempts stay counted.  Return an answer for each, in order."""
         self._store_client.home.check()
+        require_reserved("release", reservations)
         self._batch_leases.forget(reservations)
         return await self._store_client.release_together(reservations)
 
@@ -302,7 +308,7 @@ class IdempotencyManager:
     async def acquire_batch(
         self, keys: Iterable[K], *, fingerprint: Callable[[K], bytes | BaseEvent | None] | None = None
     ) -> dict[K, Verdict]:
-        """Reserve many keys in one round trip.  Repeated keys are reserved once.
+        """Reserve many keys in one round trip.  Repeated keys, and keys of the same record, are reserved once.
 
         The leases are not renewed automatically: settle within `processing_timeout_seconds`, or call `renew` before.
         Call `may_start` immediately before you do the work of each key.
@@ -320,19 +326,21 @@ class IdempotencyManager:
             StoreError: The store did not answer.  Keys that were reserved nevertheless are free after their lease.
             ApplicationError: `keys` is a single key.
         """
-        if isinstance(keys, str | Key):
-            raise ApplicationError(
-                "acquire_batch takes several keys: write acquire_batch([key]), or use reserve for one key"
-            )
+        refuse_single_key("acquire_batch", keys)
         self._store_client.home.check()
         unique = list(dict.fromkeys(keys))
         works = [
             Work(self.space.key(key), given_fingerprint(fingerprint(key)) if fingerprint else None) for key in unique
         ]
+        requests = list(map(self._store_client.request, works))
+        # A string and a resolved key may have the same record; with different payloads, one of them is refused.
+        records = [(request.key, request.fingerprint) for request in requests]
+        distinct = dict(zip(records, requests, strict=True))
         asked_at = self._leases.now()
-        verdicts = await self._store_client.reserve_together(list(map(self._store_client.request, works)))
-        self._batch_leases.add((verdict for verdict in verdicts if isinstance(verdict, Reserved)), asked_at)
-        return dict(zip(unique, verdicts, strict=True))
+        answers = await self._store_client.reserve_together(list(distinct.values()))
+        self._batch_leases.add((verdict for verdict in answers if isinstance(verdict, Reserved)), asked_at)
+        verdicts = dict(zip(distinct, answers, strict=True))
+        return {key: verdicts[record] for key, record in zip(unique, records, strict=True)}
 
     async def may_start(self, reserved: Reserved) -> bool:
         """Whether you may do the work of `reserved`, returned by `acquire_batch`.  Call it immediately before the work.
@@ -348,7 +356,7 @@ class IdempotencyManager:
             StoreError: The store did not answer.  Do not do the work.
         """
         self._store_client.home.check()
-        _require_reservations("may_start", [reserved])
+        require_reserved("may_start", [reserved])
         while not self._batch_leases.may_start(reserved, self._leases.now()):
             self.observer.count(Signal.STALE_START_PREVENTED)
             if not await self._renew_late(reserved):
@@ -383,11 +391,8 @@ class IdempotencyManager:
             ApplicationError: A result cannot be stored, see `completion`; nothing is confirmed.
         """
         self._store_client.home.check()
-        reservations = list(done)
+        reservations = reservations_of("confirm_batch", "complete", done)
         results: Mapping[Reserved, object] = done if isinstance(done, Mapping) else dict.fromkeys(reservations)
-        _require_reservations("confirm_batch", results)
-        if ttl is not None:
-            self.checked_ttl(ttl)
         completions = [self.completion(reserved, result, ttl) for reserved, result in results.items()]
         written = dict(zip(results, await self._store_client.complete_together(completions), strict=True))
         self._batch_leases.forget(results)
@@ -396,25 +401,29 @@ class IdempotencyManager:
     async def release_batch(self, rest: Iterable[Reserved]) -> list[bool]:
         """Release reservations in one round trip without doing their work; the attempts stay counted.
 
-        Returns an answer for each, in order.  `False`: the reservation is no longer held by this process.
+        Returns an answer for each, in order; the same for a reservation that is listed twice.  `False`: the reservation
+        is no longer held by this process.
 
         Raises:
             StoreError: The store did not answer.  Keys that were not released are free after their lease.
         """
-        reservations = list(rest)
-        _require_reservations("release_batch", reservations)
-        self._batch_leases.forget(reservations)
-        return await self.release(*reservations)
+        reservations = reservations_of("release_batch", "release", rest)
+        unique = list(dict.fromkeys(reservations))
+        released = dict(zip(unique, await self.release(*unique), strict=True))
+        return [released[reserved] for reserved in reservations]
 
     def completion(self, reserved: Reserved, result: object = None, ttl: Duration | None = None) -> Completion:
         """Make an argument for `complete_many`.  A result that is too large or not serializable is dropped and counted.
 
         Raises:
-            ApplicationError: The result is an iterator or a file, or contains an iterator, which storing would consume.
+            ApplicationError: The result is an iterator or a file, or contains an iterator, which storing would consume;
+                or `ttl` is shorter than the lease.
         """
         self._store_client.home.check()
+        require_reserved("completion", [reserved])
         refuse_iterator(result, reserved.key)
-        return self._store_client.completion(reserved, result, duration(ttl, "ttl"))
+        kept_for = None if ttl is None else self.checked_ttl(ttl)
+        return self._store_client.completion(reserved, result, kept_for)
 
     # Running work once.
 
@@ -470,7 +479,7 @@ class IdempotencyManager:
         """
         if self._joining is None:
             raise ApplicationError(f"{type(self.repository).__name__} cannot join a transaction: use a SQL store")
-        return _InTransaction(self, self._joining, held)
+        return InTransaction(self, self._joining, held)
 
     async def run(
         self,
@@ -529,7 +538,7 @@ class IdempotencyManager:
         def without_attempt(_: Attempt) -> Awaitable[T]:
             running = function()
             if type(running) is not CoroutineType and not inspect.isawaitable(running):
-                raise _not_awaitable(work, function, running)
+                raise not_awaitable(work, function, running)
             return running
 
         question: Question | None = None
@@ -572,10 +581,10 @@ class IdempotencyManager:
     ) -> Callable[[], Awaitable[Outcome[T]]]:
         """Return a function that executes `work` once, in the transaction of the caller if there is one."""
         work.returns = returns
-        joined = _JOINED.get()
+        joined = JOINED.get()
         if joined is not None and joined[0] is self:
             if question is not None:
-                raise _never_unknown(work)
+                raise never_unknown(work)
             return partial(self.executor.execute_joined, joined[1], work, function)
         if question is not None:
             function = reconciled(function, question, self.observer, work.key.label)
@@ -655,53 +664,8 @@ class IdempotencyManager:
         raise error
 
 
-class _InTransaction:
-    """Makes a manager reserve and complete in a transaction of the caller, within a block."""
-
-    __slots__ = ("_held", "_joining", "_manager", "_token")
-
-    def __init__(self, manager: IdempotencyManager, joining: JoiningRepository, held: Any) -> None:
-        self._manager = manager
-        self._joining = joining
-        self._held = held
-
-    async def __aenter__(self) -> None:
-        self._token = _JOINED.set((self._manager, self._joining.joined(self._held)))
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _JOINED.reset(self._token)
-
-
 async def _asked(reconcile: Callable[[], Awaitable[Answer]], _: Attempt) -> Answer:
     return await awaitable_answer(reconcile, reconcile())
-
-
-def _never_unknown(work: Work) -> ApplicationError:
-    return ApplicationError(
-        f"{work.key.label} has a reconcile function, but it runs in your transaction, which contains its record: "
-        "if that is rolled back, nobody can know of an earlier attempt. Remove reconcile=…, or call it outside of "
-        "in_transaction()"
-    )
-
-
-def _not_awaitable(work: Work, function: Callable[..., object], returned: object) -> ApplicationError:
-    work.on_failure = OnFailure.RETRY  # a programming error is not an outcome: release the key
-    return ApplicationError(
-        f"{getattr(function, '__qualname__', repr(function))} is not an async function: it returned "
-        f"{type(returned).__name__}, which cannot be awaited. Its side effects have happened, and the key is released. "
-        "Write it as async def"
-    )
-
-
-def _require_reservations(method: str, values: Iterable[object]) -> None:
-    for each in values:
-        if not isinstance(each, Reserved):
-            raise ApplicationError(
-                f"{method} takes the Reserved verdicts of acquire_batch, not {type(each).__name__}: "
-                "write [verdict for verdict in verdicts.values() if isinstance(verdict, Reserved)]"
-            )
 
 
 def replayed_value(label: str, completed: Completed, function: Callable[..., object] | None) -> Any:
