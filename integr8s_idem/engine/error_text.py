@@ -33,11 +33,19 @@ def describe_error(error: BaseException) -> str:
     return _cut(text, LONGEST_ERROR)
 
 
+def shorten_error(text: str) -> str:
+    """Make the text of an error one line of limited length without credentials, as `describe_error` does."""
+    return _cut(redacted(" ".join(_words(text))), LONGEST_ERROR)
+
+
 def _line(error: BaseException) -> str:
-    message = text_of(error)
-    # Truncate before redacting to bound its cost, but with a margin so that no credential is cut in two.
-    name, words = type(error).__name__, message[: 4 * LONGEST_ERROR].split()
+    name, words = type(error).__name__, _words(text_of(error))
     return redacted(" ".join([f"{name}:" if words else name, *words]))
+
+
+def _words(text: str) -> list[str]:
+    # Truncate before redacting to bound its cost, but with a margin so that no credential is cut in two.
+    return text[: 4 * LONGEST_ERROR].split()
 
 
 def _cut(text: str, longest: int) -> str:

@@ -25,6 +25,7 @@ from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.active_runs import ActiveRun
 from integr8s_idem.engine.batch_leases import BatchLeases
 from integr8s_idem.engine.call_arguments import not_awaitable, refuse_single_key, require_reserved, reservations_of
+from integr8s_idem.engine.error_text import shorten_error
 from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.iterators import refuse_iterator
 from integr8s_idem.engine.joined_transactions import JOINED, InTransaction, never_unknown
@@ -245,12 +246,15 @@ class IdempotencyManager:
         return await self._store.complete(completions)
 
     async def fail(self, reserved: Reserved, error: str, *, ttl: Duration | None = None) -> bool:
-        """Record that the work is given up.  `False`: the reservation is no longer held by this process."""
+        """Record that the work is given up.  `False`: the reservation is no longer held by this process.
+
+        `error`: shortened to one line of at most 1024 characters, with the credentials in URLs hidden.
+        """
         self._store_client.home.check()
         require_reserved("fail", [reserved])
         kept_for = None if ttl is None else self.checked_ttl(ttl)
         self._batch_leases.forget([reserved])
-        return await self._store_client.fail(self._store_client.failure(reserved, error, kept_for))
+        return await self._store_client.fail(self._store_client.failure(reserved, shorten_error(error), kept_for))
 
     async def release(self, *reservations: Reserved) -> list[bool]:
         """Release reservations in one round trip; their attempts stay counted.  Return an answer for each, in order."""

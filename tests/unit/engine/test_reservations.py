@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from integr8s_idem.config.durations import Duration
+from integr8s_idem.engine.error_text import LONGEST_ERROR
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.keys import Key
@@ -20,6 +21,30 @@ async def reserved_by(manager: IdempotencyManager, key: str = "order:1") -> Rese
     verdict = await manager.reserve(key)
     assert isinstance(verdict, Reserved)
     return verdict
+
+
+@virtual_time
+async def test_the_error_of_a_failure_is_recorded_as_one_short_line_without_credentials() -> None:
+    here = guarded()
+    text = "no stock:\n  redis://user:secret@cache/0\t" + "e" * 70_000
+
+    assert await here.manager.fail(await reserved_by(here.manager), text)
+
+    error = (await here.record()).error
+    assert error is not None
+    assert len(error) == LONGEST_ERROR
+    assert error.startswith("no stock: redis://")
+    assert "secret" not in error
+    assert error.endswith("e…")
+
+
+@virtual_time
+async def test_a_short_error_of_a_failure_is_recorded_unchanged() -> None:
+    here = guarded()
+
+    await here.manager.fail(await reserved_by(here.manager), "no stock: 3 of 4")
+
+    assert (await here.record()).error == "no stock: 3 of 4"
 
 
 CALLS: list[tuple[str, Callable[[IdempotencyManager, Any], Awaitable[Any]]]] = [
