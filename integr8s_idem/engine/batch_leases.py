@@ -11,6 +11,9 @@ from integr8s_idem.records import Reserved
 FORGET_AFTER_LEASES: Final = 10
 """Number of leases after which an unsettled reservation of a batch is no longer tracked."""
 
+MOST_LATE_RENEWALS: Final = 3
+"""Number of renewals before a start.  If each takes nearly the whole lease, so will the next one."""
+
 
 class BatchLeases:
     """Tracks leases whose holder settles and renews them in batches.

@@ -23,7 +23,7 @@ from integr8s_idem._util.lease_clock import Clock
 from integr8s_idem.config import IdempotencyConfig, OnFailure, OnInProgress, chosen
 from integr8s_idem.config.durations import Duration, duration
 from integr8s_idem.engine.active_runs import ActiveRun
-from integr8s_idem.engine.batch_leases import BatchLeases
+from integr8s_idem.engine.batch_leases import MOST_LATE_RENEWALS, BatchLeases
 from integr8s_idem.engine.call_arguments import not_awaitable, refuse_single_key, require_reserved, reservations_of
 from integr8s_idem.engine.error_text import shorten_error
 from integr8s_idem.engine.executor import Executor
@@ -354,15 +354,21 @@ class IdempotencyManager:
 
         Returns:
             `False`: the reservation is no longer held by this process.  Do not do the work, and do not pass the
-            reservation to `confirm_batch`.  To find out what became of it, acquire its key again.
+            reservation to `confirm_batch`.  To find out what became of it, acquire its key again.  It is released, and
+            the answer is `False`, if three renewals in a row take so long that too little of the lease is left.
 
         Raises:
             StoreError: The store did not answer.  Do not do the work.
         """
         self._store_client.home.check()
         require_reserved("may_start", [reserved])
+        renewals = 0
         while not self._batch_leases.may_start(reserved, self._leases.now()):
             self.observer.count(Signal.STALE_START_PREVENTED)
+            if renewals == MOST_LATE_RENEWALS:
+                await self.release(reserved)  # otherwise it would lapse, and count as a crash
+                return False
+            renewals += 1
             if not await self._renew_late(reserved):
                 return False
         return True

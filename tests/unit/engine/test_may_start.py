@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
+
 import pytest
 
+from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.testing.flaky_store import FlakyStore
 from tests.support.guarded import LEASE
 from tests.support.late_starts import (
     Entry,
@@ -95,3 +100,44 @@ async def test_renewing_a_batch_manually_gives_its_starts_a_new_lease(
 
     assert [await entry.manager.may_start(each) for each in reserved] == [True, True]
     assert entry.store.calls["renew"] == 1
+
+
+async def test_may_start_gives_up_and_releases_work_whose_renewals_take_nearly_the_whole_lease(
+    clock: ManualClock, inner: MemoryIdempotencyRepository
+) -> None:
+    class Slow(FlakyStore):
+        async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
+            answers = await super().renew(reservations, lease)
+            assert self.calls["renew"] < 100
+            clock.leap(LEASE - 0.5)
+            return answers
+
+    entry = Run(clock, inner)
+    slow = IdempotencyManager(entry.manager.config, Slow(inner), entry.observer, scope="billing", clock=clock)
+    [reserved] = [each for each in (await slow.acquire_batch(["1"])).values() if isinstance(each, Reserved)]
+    clock.seconds += LEASE - 0.5
+
+    assert not await slow.may_start(reserved)
+
+    assert entry.prevented == 4
+    [again] = await acquired(entry, "1")
+    assert (again.attempt, again.lapsed) == (2, 0), "it was released, so it does not count as a crash"
+
+
+async def test_may_start_is_true_if_a_later_renewal_leaves_enough_of_the_lease(
+    clock: ManualClock, inner: MemoryIdempotencyRepository
+) -> None:
+    class SlowTwice(FlakyStore):
+        async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
+            answers = await super().renew(reservations, lease)
+            if self.calls["renew"] <= 2:
+                clock.leap(LEASE - 0.5)
+            return answers
+
+    entry, store = Run(clock, inner), SlowTwice(inner)
+    slow = IdempotencyManager(entry.manager.config, store, entry.observer, scope="billing", clock=clock)
+    [reserved] = [each for each in (await slow.acquire_batch(["1"])).values() if isinstance(each, Reserved)]
+    clock.seconds += LEASE - 0.5
+
+    assert await slow.may_start(reserved)
+    assert store.calls["renew"] == 3
