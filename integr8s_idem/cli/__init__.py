@@ -11,6 +11,9 @@ def main() -> None:
     0: success.  1: a service or a server failed.  2: the arguments or the settings are invalid.
     """
     # Imported here, so that importing the package stays cheap.
+    from integr8s_idem.cli.standard_streams import open_missing_streams
+
+    open_missing_streams()
     from integr8s_idem.cli.app import app
 
     app(prog_name="integr8s-idem")

@@ -23,6 +23,7 @@ class ServiceProcess:
         env: Additional environment variables.
         folder: Working folder; that of this process by default.
         command: Another command than `run`.
+        closed: Redirections of a shell that close standard streams, such as `<&- 2>&-`.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class ServiceProcess:
         env: Mapping[str, str] | None = None,
         folder: Path | None = None,
         command: str = "run",
+        closed: str = "",
     ) -> None:
         self.log = log
+        shell = ["sh", "-c", f'exec "$@" {closed}', "sh"] if closed else []
         with log.open("ab") as output:
             self._said_before = output.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "integr8s_idem", command, *arguments],
+                [*shell, sys.executable, "-m", "integr8s_idem", command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

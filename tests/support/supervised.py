@@ -57,9 +57,11 @@ class SupervisedProcess(ServiceProcess):
 
 
 @contextmanager
-def supervised(*arguments: str, log: Path, env: Mapping[str, str] | None = None) -> Iterator[SupervisedProcess]:
+def supervised(
+    *arguments: str, log: Path, env: Mapping[str, str] | None = None, closed: str = ""
+) -> Iterator[SupervisedProcess]:
     """Run a supervisor inside the block; its workers end with it."""
-    with SupervisedProcess(*arguments, log=log, env=env) as process:
+    with SupervisedProcess(*arguments, log=log, env=env, closed=closed) as process:
         workers: list[psutil.Process] = []
         try:
             yield process
