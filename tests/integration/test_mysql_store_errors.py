@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from sqlalchemy import event, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.records import Completion, InProgress, Reserved, StoredResult
-from integr8s_idem.stores.sql import SqlIdempotencyRepository, ddl, metadata, migrate, sql_engine
+from integr8s_idem.stores.sql import SqlIdempotencyRepository, check_schema, ddl, metadata, migrate, sql_engine
 from integr8s_idem.stores.sql.errors import RecordHeldError
-from integr8s_idem.stores.sql.migrations import MIGRATIONS
+from integr8s_idem.stores.sql.migrations import _LOCK, MIGRATIONS
 from integr8s_idem.testing.store_under_test import TTL, new_key, wish
 from tests.support.mariadb import MariadbServer, missing_programs
 
@@ -90,6 +91,58 @@ async def test_an_interrupted_migration_is_completed_by_the_next_one(engine: Asy
 
     assert sorted(len(steps) for steps in done) == [0, 0, 0, len(MIGRATIONS)]
     assert await works(engine)
+
+
+@asynccontextmanager
+async def table_being_changed(engine: AsyncEngine) -> AsyncIterator[None]:
+    """Keep `idempotency_records` in the state that a migration causes for a moment: its definition cannot be read."""
+    await run(engine, "CREATE TABLE IF NOT EXISTS zz_last (id INT)")
+    renaming = "RENAME TABLE idempotency_records TO other_records, zz_last TO zz_other"
+    async with engine.connect() as holder, engine.connect() as renamer:
+        await holder.execute(text("SELECT * FROM zz_last"))
+        # The exclusive lock of the first table is held while the statement waits for that of the second.
+        number = await renamer.scalar(text("SELECT connection_id()"))
+        change = asyncio.create_task(renamer.execute(text(renaming)))
+        await until_state(engine, "Waiting for table metadata lock")
+        try:
+            yield
+        finally:
+            await run(engine, f"KILL QUERY {number}")
+            with pytest.raises(DBAPIError, match="interrupted"):
+                await change
+    await run(engine, "DROP TABLE zz_last")
+
+
+async def until_state(engine: AsyncEngine, state: str) -> None:
+    """Return once a connection is in `state`."""
+    query = text("SELECT count(*) FROM information_schema.processlist WHERE state = :state")
+    async with asyncio.timeout(60), engine.connect() as connection:
+        while (await connection.execute(query, {"state": state})).scalar_one() == 0:  # noqa: ASYNC110  # as below
+            await asyncio.sleep(0.05)
+
+
+async def test_a_worker_that_starts_while_a_table_is_changed_reports_an_outage(engine: AsyncEngine) -> None:
+    store = SqlIdempotencyRepository(engine, timeout=TIMEOUT)
+
+    async with table_being_changed(engine):
+        with pytest.raises(StoreUnavailableError):  # it waits, since it holds no lock
+            await store.ping()
+        with pytest.raises(StoreUnavailableError, match="tables of the store are being changed"):
+            await check_schema(engine, "purge", TIMEOUT)
+
+    assert (await store.ping()).kind == "mysql"
+
+
+async def test_a_migration_waits_for_another_process_that_changes_a_table(engine: AsyncEngine) -> None:
+    name = f"CONCAT('integr8s-idem.{_LOCK}.', SHA1(DATABASE()))"
+    async with engine.connect() as other:
+        assert await other.scalar(text(f"SELECT GET_LOCK({name}, 0)")) == 1
+        async with table_being_changed(engine):
+            migration = asyncio.create_task(migrate(engine))
+            await until_state(engine, "User lock")
+        await other.execute(text(f"SELECT RELEASE_LOCK({name})"))
+
+        assert await migration == []
 
 
 async def test_the_printed_sql_creates_the_same_tables_as_migrate(engine: AsyncEngine) -> None:

@@ -117,6 +117,7 @@ _MYSQL_TEMPORARY: Final = {
     1226: "this database user has reached a resource limit",
     1290: "the database is read-only: it is a replica, or configured as read-only",
     1317: "the database canceled the statement",
+    1684: "the tables of the store are being changed, probably by a migration",
     1792: "the database is read-only: it is a replica, or configured as read-only",
     1836: "the database is read-only: it is a replica, or configured as read-only",
     1927: "the database closed the connection",
@@ -148,6 +149,7 @@ _MYSQL_CODES: Final = {
 """Errors, permanent or temporary, that have their own code in `doctor`."""
 
 _MYSQL_LOCK_TIMEOUT: Final = 1205
+_MYSQL_CONCURRENT_DDL: Final = 1684
 _MYSQL_ABORTED: Final = frozenset({1020, 1213})
 _MYSQL_MISSING: Final = 1305
 """A savepoint or procedure does not exist."""
@@ -157,6 +159,12 @@ _DISCONNECTED: Final = frozenset({*range(1158, 1162), *range(2000, 3000)})
 
 class RecordHeldError(StoreUnavailableError):
     """Another transaction locks a record of the batch for longer than the lock timeout."""
+
+    _is_internal = True
+
+
+class ConcurrentMigrationError(StoreUnavailableError):
+    """Another process changes a table at this moment, so that its columns and indexes cannot be read."""
 
     _is_internal = True
 
@@ -271,6 +279,8 @@ def _translate_mysql(operation: str, error: DBAPIError, cause: BaseException) ->
     number = _number(cause)
     if number == _MYSQL_LOCK_TIMEOUT:
         return RecordHeldError(operation, _MYSQL_TEMPORARY[number])
+    if number == _MYSQL_CONCURRENT_DDL:
+        return ConcurrentMigrationError(operation, _MYSQL_TEMPORARY[number])
     if number in _MYSQL_TEMPORARY:
         return _create(StoreUnavailableError, operation, _MYSQL_TEMPORARY[number], "", _MYSQL_CODES.get(number))
     if number in _MYSQL_PERMANENT:

@@ -21,7 +21,7 @@ from integr8s_idem.diagnostics import Code
 from integr8s_idem.errors import ApplicationError, StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import reading, writing
-from integr8s_idem.stores.sql.errors import guarded
+from integr8s_idem.stores.sql.errors import ConcurrentMigrationError, guarded
 from integr8s_idem.stores.sql.health import NO_VERSION, check_version, new_identity
 from integr8s_idem.stores.sql.schema import BUCKETS, COMPATIBLE_VERSION, VERSION, buckets, store
 from integr8s_idem.stores.sql.schema_completeness import (
@@ -106,8 +106,11 @@ async def _migrate_under_lock(engine: AsyncEngine) -> list[Migration]:
 
 async def _is_current(engine: AsyncEngine) -> bool:
     # Each worker checks its SQLite file at its start; that must not wait for writers or block them.
-    async with guarded("migrate", _TIMEOUT, engine.dialect.name), reading(engine) as connection:
-        return await connection.run_sync(lambda one: version_of(one) == VERSION and not _missing(one))
+    try:
+        async with guarded("migrate", _TIMEOUT, engine.dialect.name), reading(engine) as connection:
+            return await connection.run_sync(lambda one: version_of(one) == VERSION and not _missing(one))
+    except ConcurrentMigrationError:
+        return False  # look again when the lock is free
 
 
 async def check_schema(engine: AsyncEngine, operation: str, timeout: timedelta = _TIMEOUT) -> None:
