@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -183,6 +186,8 @@ def _table(file: Path) -> dict[str, Any]:
         return tomllib.loads(_text(file))
     except _TooLargeError:
         mistake = ("file", f"is larger than {LARGEST_FILE} bytes, the limit for settings")
+    except _NotAFileError:
+        mistake = ("file", "is a pipe, or a device that has nothing to read; use a regular file")
     except FileNotFoundError:
         mistake = ("file", f"does not exist; write one: integr8s-idem settings example > {file}")
     except OSError as error:
@@ -204,14 +209,27 @@ class _TooLargeError(Exception):
     """The file is larger than `LARGEST_FILE`."""
 
 
+class _NotAFileError(Exception):
+    """Reading it would wait for another program or for a user, perhaps forever."""
+
+
 def _text(file: Path) -> str:
     """Return the text of `file`, reading at most `LARGEST_FILE` bytes, since a device has no end."""
-    with file.open("rb") as opened:
+    with open(file, "rb", opener=_open_at_once) as opened:
+        kind = os.fstat(opened.fileno()).st_mode
+        # A pipe has no second reader: the file is read again to name the last line, and by each worker process.
+        if stat.S_ISFIFO(kind) or not (stat.S_ISREG(kind) or select.select([opened], [], [], 0)[0]):
+            raise _NotAFileError
         raw = opened.read(LARGEST_FILE + 1)
     if len(raw) > LARGEST_FILE:
         raise _TooLargeError
     # Some editors write a byte order mark; \r\n ends a line as in text mode.
     return raw.decode("utf-8-sig").replace("\r\n", "\n")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting until a writer opens the other end of a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _syntax(message: str, file: Path) -> tuple[str, str]:

@@ -458,6 +458,31 @@ def test_a_missing_file_is_reported_with_the_command_that_creates_one() -> None:
         load_settings(Path("prod.toml"))
 
 
+@pytest.mark.parametrize("has_writer", [False, True])
+def test_a_pipe_instead_of_a_file_is_reported_at_once(tmp_path: Path, has_writer: bool) -> None:
+    pipe = tmp_path / "settings.toml"
+    os.mkfifo(pipe)
+    writer = os.open(pipe, os.O_RDWR) if has_writer else None
+
+    with pytest.raises(SettingsError, match="file  is a pipe, or a device that has nothing to read; use a regular"):
+        load_settings(pipe)
+    if writer is not None:
+        os.close(writer)
+
+
+def test_a_terminal_instead_of_a_file_is_reported_at_once() -> None:
+    controller, terminal = os.openpty()
+
+    with pytest.raises(SettingsError, match="file  is a pipe, or a device that has nothing to read; use a regular"):
+        load_settings(Path(os.ttyname(terminal)))
+    os.close(controller)
+    os.close(terminal)
+
+
+def test_an_empty_device_is_an_empty_file() -> None:
+    assert load_settings(Path(os.devnull)) == Settings()
+
+
 def test_a_folder_instead_of_a_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be read: Is a directory"):
         load_settings(tmp_path)
