@@ -180,7 +180,7 @@ async def _run(
             _log.exception("the services ended with an unexpected error")
             return 1
     if group.stuck or not await _threads_end():
-        _exit_with_running_handlers(status)
+        _exit_with_running_handlers(status or 1)
     return status
 
 

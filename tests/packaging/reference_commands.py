@@ -18,12 +18,14 @@ The program is installed as `integr8s-idem`; `python -m integr8s_idem` is equiva
 page says. Settings come from the environment and from `settings.toml`: see [settings](settings.md).
 
 Commands print their results to standard output; summaries of lists, questions, progress and errors go to standard
-error. All commands except `doctor` have the same exit statuses:
+error. Standard streams that are closed are opened on `/dev/null`. All commands except `doctor` have the same exit
+statuses:
 
 | status | meaning |
 | --- | --- |
 | 0 | Success, including an empty list. |
-| 1 | A service or a server failed, nothing matched the given names, or you answered no to the question. |
+| 1 | A service or a server failed, nothing matched the given names, or you answered no to the question. \
+`run`: or a handler was still running at the end. |
 | 2 | The arguments or the settings are invalid, or a confirmation is needed and there is no terminal. |
 | 130 | Interrupted by Ctrl-C. |
 | 128 + N | Of `run --processes`: signal N killed a worker process. |

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ import pytest
 from dishka import AsyncContainer, make_async_container
 from rich.console import Console
 
+from integr8s_idem.cli import run_command
 from integr8s_idem.cli.garbage_collection import RARE_THRESHOLD
 from integr8s_idem.cli.run_command import LogFormat, Run, run
 from integr8s_idem.cli.run_table import report_table
@@ -105,6 +107,28 @@ def options(*services: str, embedded: bool = False, log: LogFormat | None = None
 @pytest.mark.parametrize("status", [0, 1])
 def test_the_exit_status_is_that_of_the_group(status: int) -> None:
     assert run(options(), FakeGroup(status=status)) == status
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, 1), (1, 1), (3, 3)])
+def test_the_exit_status_is_not_0_if_the_thread_of_a_handler_is_cut_off(
+    status: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    def hang() -> None:
+        asyncio.get_running_loop().run_in_executor(None, is_over.wait)
+
+    def exit_at_once(status: int) -> None:
+        is_over.set()  # the thread ends, so that this process can continue
+        raise SystemExit(status)
+
+    monkeypatch.setattr(run_command, "_THREADS_SECONDS", 0.01)
+    monkeypatch.setattr(os, "_exit", exit_at_once)
+
+    with pytest.raises(SystemExit) as ended:
+        run(options(), FakeGroup(status, then=hang))
+
+    assert ended.value.code == expected
 
 
 @pytest.mark.parametrize(("installed", "module"), [(True, "uvloop"), (False, "asyncio.unix_events")])
