@@ -466,3 +466,16 @@ def test_invalid_arguments_are_refused(desk: Desk, arguments: tuple[str, ...]) -
     desk.fill()
 
     assert desk.typed(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["idempotency:billing:\udcff", "order\udcff"])
+@pytest.mark.parametrize("command", ["show", "explain", "release --yes", "purge --yes"])
+def test_names_that_are_not_utf8_are_refused(desk: Desk, command: str, name: str) -> None:
+    desk.fill()  # also creates the tables
+
+    answer = desk.typed(*command.split(), name, *(["--audit-file", str(desk.audit)] if "--yes" in command else []))
+
+    assert (answer.exit_code, answer.stdout) == (2, "")
+    assert answer.stderr.startswith('ApplicationError: invalid name "')
+    assert '\\udcff": it is not valid UTF-8; copy it from `keys list`' in answer.stderr
+    assert desk.audited() == []

@@ -21,6 +21,7 @@ from integr8s_idem.operations.keys.kafka_message import (
 )
 from integr8s_idem.operations.keys.key_parser import (
     ParsedKey,
+    check_name,
     generations_of,
     key_space,
     literal_parts,
@@ -77,12 +78,12 @@ class Explainer:
         """Explain `text`, interpreted as `reading`, which is one of `READINGS`, or guessed if not given.
 
         Raises:
-            ApplicationError: `text` is empty or does not fit `reading`.
+            ApplicationError: `text` is empty, is not valid UTF-8, or does not fit `reading`.
             StoreError: The store refuses the connection.
         """
         if not text.strip():
             raise ApplicationError("name what to explain: a key, an event's id, or topic:partition:offset")
-        place = parse_place(text)
+        place = parse_place(check_name(text))
         if reading == "message" and place is None:
             raise ApplicationError(f'invalid place "{text}" of a message; write topic:partition:offset')
         if reading == "key" or (reading is None and text.startswith(f"{self._prefix}:")):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
 
+from integr8s_idem._util.escaping import shown
+from integr8s_idem.errors import ApplicationError
 from integr8s_idem.keys import LAST_GENERATION, KeySpace, generation_key
 
 _UNIT: Final = re.compile(r"^(?P<unit>[^;]*)(?:;(?P<generation>[1-9]\d{0,2}))?(?:;s(?P<step>\d+))?$")
@@ -66,6 +68,18 @@ def parse_key(full: str, prefix: str) -> ParsedKey:
         return ParsedKey(full, "", value=full)
     handler, event_type, source, value = map(_plain, parts)
     return ParsedKey(full, scope, handler, event_type, source, value, "", generation, step)
+
+
+def check_name(name: str) -> str:
+    """Return `name` as typed.
+
+    Raises:
+        ApplicationError: It contains bytes that are not UTF-8, which Python represents by lone surrogates.  Drivers of
+            stores cannot encode them, and keys contain none.
+    """
+    if not name.isascii() and any("\ud800" <= each <= "\udfff" for each in name):
+        raise ApplicationError(f'invalid name "{shown(name, 200)}": it is not valid UTF-8; copy it from `keys list`')
+    return name
 
 
 def key_space(parsed: ParsedKey, prefix: str, *, hash_keys: bool) -> KeySpace | None:

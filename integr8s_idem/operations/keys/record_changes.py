@@ -12,7 +12,14 @@ from typing import Final, TypeAlias
 
 from integr8s_idem.config import Settings
 from integr8s_idem.keys import generation_key
-from integr8s_idem.operations.keys.key_parser import ParsedKey, key_space, literal_parts, matches_name, parse_key
+from integr8s_idem.operations.keys.key_parser import (
+    ParsedKey,
+    check_name,
+    key_space,
+    literal_parts,
+    matches_name,
+    parse_key,
+)
 from integr8s_idem.operations.keys.record_filter import RecordFilter
 from integr8s_idem.operations.keys.record_reader import (
     Advance,
@@ -42,10 +49,18 @@ BATCH_SIZE: Final = 500
 
 @dataclass(frozen=True)
 class Selection:
-    """The records to change: by name, by a filter, or both."""
+    """The records to change: by name, by a filter, or both.
+
+    Raises:
+        ApplicationError: A name is not valid UTF-8.
+    """
 
     names: tuple[str, ...] = ()
     record_filter: RecordFilter = field(default_factory=RecordFilter)
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            check_name(name)
 
 
 @dataclass
