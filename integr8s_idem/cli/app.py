@@ -25,7 +25,7 @@ from integr8s_idem.cli.graph_command import graph_command
 from integr8s_idem.cli.keys_commands import keys_app
 from integr8s_idem.cli.new_command import new_command
 from integr8s_idem.cli.observe_command import observe_command
-from integr8s_idem.cli.output import echo, write_error, write_text
+from integr8s_idem.cli.output import closable_output, echo, write_error, write_text
 from integr8s_idem.cli.processes import (
     Processes,
     WorkerProcessOption,
@@ -72,9 +72,12 @@ Target = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The platform,
 
 
 def _print_version(is_requested: bool) -> None:
-    if is_requested:
+    def show() -> int:
         echo(f"integr8s-idem {version('integr8s-idem')}")
-        raise typer.Exit
+        return 0
+
+    if is_requested:
+        raise typer.Exit(exit_status_of(show))
 
 
 Version = Annotated[
@@ -142,7 +145,8 @@ def check_command(settings: SettingsFile = None, application: AppOption = None, 
         found = optional_application(application)
         mistakes, warnings = _check(settings, found)
         show = _print_json if as_json else _print_text
-        show(settings_source(settings), mistakes, warnings)
+        with closable_output():
+            show(settings_source(settings), mistakes, warnings)
         if found is None and settings_file(settings) is None:
             write_error("no settings.toml in this folder: environment variables and defaults were checked")
         ignored = [] if found or mistakes else ignored_sections(settings)

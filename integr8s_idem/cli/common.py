@@ -11,7 +11,14 @@ from typing import Annotated, Final
 import typer
 
 from integr8s_idem.cli.embedded_servers import embedded_hint
-from integr8s_idem.cli.output import INTERRUPTED, drop_output, write_error
+from integr8s_idem.cli.output import (
+    INTERRUPTED,
+    OutputClosedError,
+    OutputError,
+    drop_output,
+    finish_output,
+    write_error,
+)
 from integr8s_idem.errors import (
     ApplicationError,
     BrokerUnavailableError,
@@ -44,6 +51,9 @@ Json = Annotated[bool, typer.Option("--json", help="Output JSON.")]
 def exit_status_of(command: Callable[[], int], *, invalid_input: int = INVALID_INPUT, embedded: bool = True) -> int:
     """Run `command` and return its exit status; print expected errors without a traceback.
 
+    The status is 0 if the reader of standard output closes it.  Commands whose status has another meaning use
+    `write_report` or `closable_output`.
+
     Args:
         command: Returns an exit status.
         invalid_input: Exit status for invalid settings or arguments.
@@ -62,6 +72,13 @@ def exit_status_of(command: Callable[[], int], *, invalid_input: int = INVALID_I
     except KeyboardInterrupt:
         write_error("interrupted")
         return INTERRUPTED
+    except OutputClosedError:
+        drop_output()
+        return 0
+    except OutputError as error:
+        drop_output()
+        write_error(f"cannot write to standard output: {error}")
+        return FAILURE
     except OSError as error:
         if error.errno not in _FULL:
             raise
@@ -69,6 +86,8 @@ def exit_status_of(command: Callable[[], int], *, invalid_input: int = INVALID_I
         where = f"{error.filename}: " if error.filename else ""
         write_error(f"{where}{error.strerror}")
         return FAILURE
+    finally:
+        finish_output()
 
 
 def print_embedded_hint() -> None:

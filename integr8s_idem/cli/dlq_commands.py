@@ -40,7 +40,7 @@ from integr8s_idem.cli.dlq_output import (
     tally_lines,
 )
 from integr8s_idem.cli.dlq_replay import ReplayCommand, print_note
-from integr8s_idem.cli.output import echo, run_async, write_error
+from integr8s_idem.cli.output import echo, output_errors, run_async, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.atomic_file import open_atomically
@@ -293,7 +293,8 @@ async def _export(search: Search, file: TextIO) -> int:
     async with _opened(search) as (reader, plan):
         with progress("exporting", plan.length, quiet=file is sys.stdout and sys.stdout.isatty()) as advance:
             async for page in pages(search, plan, reader):
-                file.writelines(f"{json_line(dead_letter.as_json())}\n" for dead_letter in page.dead_letters)
+                with output_errors() if file is sys.stdout else nullcontext():
+                    file.writelines(f"{json_line(dead_letter.as_json())}\n" for dead_letter in page.dead_letters)
                 exported += len(page.dead_letters)
                 advance(page.offsets_read)
     return exported

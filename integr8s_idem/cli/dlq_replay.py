@@ -11,7 +11,7 @@ from typing import Any
 from integr8s_idem.cli.common import FAILURE
 from integr8s_idem.cli.confirmation import confirm
 from integr8s_idem.cli.dlq_output import count_text, report_text
-from integr8s_idem.cli.output import echo, write_error
+from integr8s_idem.cli.output import echo, write_error, write_report
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.audit import audited, store_place
@@ -53,7 +53,7 @@ class ReplayCommand:
             preview = Report()
             asyncio.run(self._replay(plan, preview, None, "counting"))
             if dry_run or not preview.published:
-                self._print(preview, "to replay", dry_run=True)
+                self._print_preview(preview)
                 return 0
             write_error(report_text(preview, "to replay"))
             if not confirm(f"Replay {count_text(preview.published)}?"):
@@ -73,12 +73,12 @@ class ReplayCommand:
             try:
                 asyncio.run(self._publish(plan, report))
             except BaseException:
-                self._print(report, "replayed before the command was interrupted; run it again to replay the rest")
+                self._report(report, "replayed before the command was interrupted; run it again to replay the rest")
                 raise
             finally:
                 entry.counts.update(report.counts())
-        self._print(report, "replayed")
-        return FAILURE if ReplayStatus.NOT_CONFIRMED in report.skipped else 0
+        is_written = self._report(report, "replayed")
+        return FAILURE if ReplayStatus.NOT_CONFIRMED in report.skipped or not is_written else 0
 
     def _check(self, plan: SearchPlan) -> None:
         if self.to is not None and self.to not in plan.topics:
@@ -133,9 +133,16 @@ class ReplayCommand:
                 f"again has no effect: {records.problem}"
             )
 
-    def _print(self, report: Report, done: str, *, dry_run: bool = False) -> None:
+    def _print_preview(self, report: Report) -> None:
+        echo(self._text(report, "to replay", dry_run=True))
+
+    def _report(self, report: Report, done: str) -> bool:
+        """Print the report of a replay and return whether standard output could be written."""
+        return write_report(self._text(report, done, dry_run=False), report_text(report, done))
+
+    def _text(self, report: Report, done: str, *, dry_run: bool) -> str:
         answer: dict[str, Any] = {"dry_run": dry_run, **report.as_json()}
-        echo(json.dumps(answer, indent=2) if self.as_json else report_text(report, done))
+        return json.dumps(answer, indent=2) if self.as_json else report_text(report, done)
 
 
 def print_note(plan: SearchPlan) -> None:

@@ -19,7 +19,7 @@ from integr8s_idem.cli.common import (
     print_embedded_hint,
     silence_client_logs,
 )
-from integr8s_idem.cli.output import echo
+from integr8s_idem.cli.output import closable_output, echo
 from integr8s_idem.diagnostics import Code
 from integr8s_idem.doctor import Examination, as_json, as_text, examine, status_of
 from integr8s_idem.doctor.permissions import access_of
@@ -70,7 +70,8 @@ def doctor_command(
             echo(_as_json(permissions) if as_objects else permissions)
             return 0
         findings = asyncio.run(examine(examination))
-        echo(as_json(findings) if as_objects else as_text(findings, verbose=verbose))
+        with closable_output():
+            echo(as_json(findings) if as_objects else as_text(findings, verbose=verbose))
         if not embedded and not _UNANSWERED.isdisjoint(finding.code for finding in findings):
             print_embedded_hint()
         return status_of(findings)

@@ -11,7 +11,7 @@ from integr8s_idem._util.escaping import printable
 from integr8s_idem.cli.common import FAILURE
 from integr8s_idem.cli.confirmation import confirm
 from integr8s_idem.cli.keys_format import summary_text
-from integr8s_idem.cli.output import echo, run_async, write_error
+from integr8s_idem.cli.output import run_async, write_error, write_report
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.config import Settings
 from integr8s_idem.keys import Key
@@ -48,16 +48,15 @@ class Change:
             # Asked outside of an event loop, where Ctrl-C would not interrupt the prompt.
             summary = run_async(self._count(settings))
             if not summary.records:
-                self._print(summary, options)
-                return _status_of(summary)
+                return self._report(summary, options)
             _print_skipped(summary)
             if not confirm(self.question.format(summary_text(summary))):
                 return FAILURE
         summary = run_async(self._execute(settings, selected, options))
-        self._print(summary, options)
+        status = self._report(summary, options)
         if settings.idempotency.local_memory_keys and summary.records:
             write_error("workers keep outcomes of their own runs in memory until they restart (local_memory_keys)")
-        return _status_of(summary)
+        return status
 
     async def _count(self, settings: Settings) -> ChangeSummary:
         async with open_repository(settings) as repository:
@@ -76,13 +75,14 @@ class Change:
                 entry.counts.update(summary.as_json())
         return summary
 
-    def _print(self, summary: ChangeSummary, options: ChangeOptions) -> None:
-        counts = summary.as_json()
-        if options.as_json:
-            echo(json.dumps({self.done: counts.pop("records"), **counts, "unmatched": summary.unmatched}))
-            return
-        echo(f"{self.done}: {summary_text(summary)}")
-        _print_skipped(summary)
+    def _report(self, summary: ChangeSummary, options: ChangeOptions) -> int:
+        """Print the report and return the exit status."""
+        counts, text = summary.as_json(), f"{self.done}: {summary_text(summary)}"
+        answer = {self.done: counts.pop("records"), **counts, "unmatched": summary.unmatched}
+        is_written = write_report(json.dumps(answer) if options.as_json else text, text)
+        if not (options.as_json and is_written):
+            _print_skipped(summary)
+        return _status_of(summary) if is_written else FAILURE
 
 
 def _status_of(summary: ChangeSummary) -> int:

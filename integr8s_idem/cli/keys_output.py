@@ -102,7 +102,7 @@ class Listing:
         self._has_heading = False
 
     def show(self, found: AnyRecord, parsed: ParsedKey) -> None:
-        """Print a record.  Raises `OutputClosedError`."""
+        """Print a record.  Raises `OutputError`."""
         if self._as_json:
             write_line(json.dumps(record_json(found, parsed)))
             return

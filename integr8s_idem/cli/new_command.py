@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.tree import Tree
 
-from integr8s_idem.cli.common import exit_status_of
-from integr8s_idem.cli.output import echo, safe_console
+from integr8s_idem.cli.common import FAILURE, exit_status_of
+from integr8s_idem.cli.output import safe_console, write_report
 from integr8s_idem.config.message_text import installing
 from integr8s_idem.operations.application_template import Store, application_files, missing_extras, write_application
 
@@ -30,22 +30,21 @@ def new_command(
         folder = into or Path(name)
         files = application_files(name, store)
         write_application(folder, files)
-        _show(folder, list(files))
+        lines = [_tree(folder, list(files))]
         if missing := missing_extras(store):
-            echo(f"\nNot installed yet: {installing(','.join(missing))}")
-        echo("\nNext:")
-        for command in (
-            f"cd {shlex.quote(str(folder))}",
-            "python -m pytest",
-            f"integr8s-idem run {name}.workers:platform --embedded",
-        ):
-            echo(f"    {command}")
-        return 0
+            lines.append(f"\nNot installed yet: {installing(','.join(missing))}")
+        lines += [
+            "\nNext:",
+            f"    cd {shlex.quote(str(folder))}",
+            "    python -m pytest",
+            f"    integr8s-idem run {name}.workers:platform --embedded",
+        ]
+        return 0 if write_report("\n".join(lines), f"{len(files)} files written to {folder}/") else FAILURE
 
     raise typer.Exit(exit_status_of(write))
 
 
-def _show(folder: Path, files: list[Path]) -> None:
+def _tree(folder: Path, files: list[Path]) -> str:
     tree = Tree(f"{folder}/", guide_style="dim")
     branches: dict[Path, Tree] = {Path(): tree}
     for path in sorted(files, key=lambda path: (len(path.parts) == 1, path)):
@@ -53,4 +52,7 @@ def _show(folder: Path, files: list[Path]) -> None:
             if parent not in branches:
                 branches[parent] = branches[parent.parent].add(f"{parent.name}/")
         branches[path.parent].add(path.name)
-    safe_console().print(tree)
+    console = safe_console(color_system=None)  # `write_report` would escape styles
+    with console.capture() as captured:
+        console.print(tree)
+    return captured.get().rstrip("\n")

@@ -13,7 +13,7 @@ import typer
 from integr8s_idem.cli.application_loader import optional_application
 from integr8s_idem.cli.common import FAILURE, AppOption, Embedded, Json, SettingsFile, exit_status_of
 from integr8s_idem.cli.embedded_servers import command_settings
-from integr8s_idem.cli.output import echo, run_async, write_error
+from integr8s_idem.cli.output import closable_output, echo, run_async, write_error
 from integr8s_idem.operations.keys.next_delivery import format_duration
 from integr8s_idem.operations.observe_report import (
     ObserveReport,
@@ -59,10 +59,11 @@ def observe_command(
         else:
             chosen = [address_in(command_settings(settings, optional_application(application), embedded=embedded))]
         found = run_async(observe_report(chosen))
-        if as_json:
-            echo(json.dumps(found.as_json(), indent=2))
-        else:
-            _print(found)
+        with closable_output():
+            if as_json:
+                echo(json.dumps(found.as_json(), indent=2))
+            else:
+                _print(found)
         return 0 if found.services else FAILURE
 
     raise typer.Exit(exit_status_of(report))

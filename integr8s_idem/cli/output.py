@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -21,8 +22,32 @@ INTERRUPTED: Final = 130
 """Exit status after Ctrl-C, by the convention of shells."""
 
 
-class OutputClosedError(Exception):
+class OutputError(Exception):
+    """Standard output cannot be written, for example because the disk is full."""
+
+
+class OutputClosedError(OutputError):
     """The reader of standard output has closed it, as in `| head`."""
+
+
+@contextmanager
+def output_errors() -> Iterator[None]:
+    """Raise errors of standard output as `OutputError`, to distinguish them from those of files and connections."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise OutputClosedError(error.strerror) from error
+    except OSError as error:
+        raise OutputError(error.strerror) from error
+
+
+@contextmanager
+def closable_output() -> Iterator[None]:
+    """Continue after the block if the reader closes standard output, since the exit status is a result as well."""
+    try:
+        yield
+    except OutputClosedError:
+        drop_output()
 
 
 def write_line(line: object = "", *, dim: bool = False, color: str = "", colored: int = 0) -> None:
@@ -35,22 +60,43 @@ def write_line(line: object = "", *, dim: bool = False, color: str = "", colored
         colored: Number of characters to color.
 
     Raises:
-        OutputClosedError: The reader has closed the pipe.
+        OutputError: Standard output cannot be written.
     """
     text = printable_lines(str(line))
     if dim:
         text = typer.style(text, dim=True)
     elif colored:
         text = typer.style(text[:colored], fg=color) + text[colored:]
-    try:
+    with output_errors():
         sys.stdout.write(text + "\n")
-    except BrokenPipeError as error:
-        raise OutputClosedError from error
 
 
 def echo(text: object = "") -> None:
-    """Write lines to standard output and flush."""
-    typer.echo(printable_lines(str(text)))
+    """Write lines to standard output and flush.  Raises `OutputError`."""
+    with output_errors():
+        typer.echo(printable_lines(str(text)))
+
+
+def write_report(report: str, summary: str) -> bool:
+    """Write the report of a change to standard output.
+
+    If that fails, the change has been made nevertheless, so `summary` is written to standard error with the reason.
+
+    Args:
+        report: Lines for standard output.
+        summary: What was changed.
+
+    Returns:
+        Whether standard output could be written.
+    """
+    try:
+        echo(report)
+    except OutputError as error:
+        drop_output()
+        with suppress(OSError):  # standard error may be full as well
+            write_error(f"{summary}\nOnly this report could not be written to standard output: {error}")
+        return False
+    return True
 
 
 def write_error(line: object = "") -> None:
@@ -59,8 +105,9 @@ def write_error(line: object = "") -> None:
 
 
 def write_text(text: str) -> None:
-    """Write `text` to standard output without a trailing newline."""
-    typer.echo(printable_lines(text), nl=False)
+    """Write `text` to standard output without a trailing newline.  Raises `OutputError`."""
+    with output_errors():
+        typer.echo(printable_lines(text), nl=False)
 
 
 def safe_console(**options: Any) -> Console:
@@ -88,18 +135,31 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine and return its result.
 
     Raises:
-        typer.Exit: After Ctrl-C, or when the reader of standard output has closed it.
+        OutputError: Standard output cannot be written.
+        typer.Exit: After Ctrl-C.
     """
     try:
         result = asyncio.run(main)
-        sys.stdout.flush()
+        with output_errors():
+            sys.stdout.flush()
     except KeyboardInterrupt:
         write_error("interrupted")
         raise typer.Exit(INTERRUPTED) from None
-    except (OutputClosedError, BrokenPipeError):
-        drop_output()
-        raise typer.Exit from None
     return result
+
+
+def finish_output() -> None:
+    """Flush standard output, or discard the rest if that fails.
+
+    What a command prints has been flushed already; lines of logs that could not be written may remain.  Python would
+    report them at exit, and replace the exit status.
+    """
+    if sys.stdout is None:  # closed by the caller
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        drop_output()
 
 
 def drop_output() -> None:

@@ -14,7 +14,7 @@ import typer
 from integr8s_idem.cli.application_loader import optional_application
 from integr8s_idem.cli.common import FAILURE, AppOption, Embedded, SettingsFile, exit_status_of
 from integr8s_idem.cli.embedded_servers import command_settings
-from integr8s_idem.cli.output import echo, write_error
+from integr8s_idem.cli.output import write_error, write_report
 from integr8s_idem.cli.progress import Advance, progress
 from integr8s_idem.cli.run_command import LogFormat, in_loop, start_logging
 from integr8s_idem.config import Settings
@@ -75,8 +75,8 @@ async def _drain(settings: Settings, *, as_json: bool) -> int:
                     is_empty = await relay.drain()
         finally:
             await publisher.close()
-        _print(relay, await outbox.backlog(), as_json=as_json)
-    return 0 if is_empty else FAILURE
+        is_written = _report(relay, await outbox.backlog(), as_json=as_json)
+    return 0 if is_empty and is_written else FAILURE
 
 
 @asynccontextmanager
@@ -103,14 +103,14 @@ async def _advancing(relay: Relay, advance: Advance) -> AsyncIterator[None]:
         update()
 
 
-def _print(relay: Relay, left: Backlog, *, as_json: bool) -> None:
-    if as_json:
-        result = {"published": relay.published, "failures": relay.failures, "waiting": left.count}
-        echo(json.dumps({**result, "age_seconds": left.age.total_seconds()}))
-        return
-    echo(f"{relay.published} events published")
+def _report(relay: Relay, left: Backlog, *, as_json: bool) -> bool:
+    """Print the report and return whether standard output could be written."""
+    text = f"{relay.published} events published"
     if left.count:
-        echo(f"{left.count} events wait, the oldest for {left.age.total_seconds():.0f} s")
+        text += f"\n{left.count} events wait, the oldest for {left.age.total_seconds():.0f} s"
+    result = {"published": relay.published, "failures": relay.failures, "waiting": left.count}
+    answer = json.dumps({**result, "age_seconds": left.age.total_seconds()})
+    return write_report(answer if as_json else text, text)
 
 
 class _Lines(logging.Handler):

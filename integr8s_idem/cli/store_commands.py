@@ -11,9 +11,9 @@ from typing import Annotated, TypeAlias
 import typer
 
 from integr8s_idem.cli.application_loader import optional_application
-from integr8s_idem.cli.common import AppOption, Embedded, Json, SettingsFile, exit_status_of
+from integr8s_idem.cli.common import FAILURE, AppOption, Embedded, Json, SettingsFile, exit_status_of
 from integr8s_idem.cli.embedded_servers import command_settings
-from integr8s_idem.cli.output import echo, write_text
+from integr8s_idem.cli.output import echo, write_report, write_text
 from integr8s_idem.config import DynamodbStoreSettings, SqliteStoreSettings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.stores.factory import SqlSettings, open_dynamo, open_engine
@@ -32,13 +32,10 @@ def migrate_command(
     def migrate() -> int:
         store = _table_store(settings, application, embedded=embedded)
         steps = asyncio.run(_migrate(store))
-        if as_json:
-            echo(json.dumps({"kind": store.kind, "migrated": steps}))
-            return 0
-        for step in steps:
-            echo(f"version {step['version']}: {step['says']}")
-        echo("the tables are up to date" if not steps else "done")
-        return 0
+        lines = [f"version {step['version']}: {step['says']}" for step in steps]
+        text = "\n".join([*lines, "done" if steps else "the tables are up to date"])
+        answer = json.dumps({"kind": store.kind, "migrated": steps})
+        return 0 if write_report(answer if as_json else text, text) else FAILURE
 
     raise typer.Exit(exit_status_of(migrate, embedded=embedded))
 
@@ -102,8 +99,8 @@ def purge_command(
                 return purged
 
         purged = asyncio.run(purge_all())
-        echo(json.dumps({"kind": store.kind, "purged": purged}) if as_json else f"{purged} records purged")
-        return 0
+        text, answer = f"{purged} records purged", json.dumps({"kind": store.kind, "purged": purged})
+        return 0 if write_report(answer if as_json else text, text) else FAILURE
 
     raise typer.Exit(exit_status_of(purge, embedded=embedded))
 

@@ -26,7 +26,7 @@ from integr8s_idem.cli.common import (
 )
 from integr8s_idem.cli.embedded_servers import command_settings
 from integr8s_idem.cli.live_table import LiveTable
-from integr8s_idem.cli.output import echo, safe_console
+from integr8s_idem.cli.output import closable_output, echo, output_errors, safe_console
 from integr8s_idem.cli.top_table import fleet_table
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.fleet import Fleet, FleetSnapshot
@@ -114,7 +114,8 @@ async def _show(watch: Watch) -> int:
         await fleet.poll()
         await asyncio.sleep(watch.interval)
         snapshot = await fleet.poll()
-        _print(snapshot, watch, console)
+        with closable_output():
+            _print(snapshot, watch, console)
         return 0 if snapshot.answering else FAILURE
     if watch.as_json:
         return await _poll_forever(fleet, watch, lambda snapshot: _print(snapshot, watch, console))
@@ -146,7 +147,8 @@ def _print(snapshot: FleetSnapshot, watch: Watch, console: Console) -> None:
     if watch.as_json:
         echo(json.dumps({"at": _now(), "interval_seconds": watch.interval, **snapshot.as_json()}))
     else:
-        console.print(fleet_table(snapshot, console.width))
+        with output_errors():
+            console.print(fleet_table(snapshot, console.width))
 
 
 def _console() -> Console:

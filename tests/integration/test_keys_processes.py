@@ -136,7 +136,7 @@ def test_a_full_disk_is_reported_on_one_line(desk: Desk) -> None:
     with Path("/dev/full").open("w") as full:
         answer = ran(desk, "list", output=full)
 
-    assert (answer.returncode, answer.stderr) == (1, "No space left on device\n")
+    assert (answer.returncode, answer.stderr) == (1, "cannot write to standard output: No space left on device\n")
 
 
 def test_progress_does_not_mix_with_piped_output(desk: Desk) -> None:

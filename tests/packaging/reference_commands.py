@@ -23,12 +23,15 @@ statuses:
 
 | status | meaning |
 | --- | --- |
-| 0 | Success, including an empty list. |
-| 1 | A service or a server failed, nothing matched the given names, or you answered no to the question. \
-`run`: or a handler was still running at the end. |
+| 0 | Success, including an empty list, and a reader that closes the pipe early, such as `head`. |
+| 1 | A service or a server failed, nothing matched the given names, you answered no to the question, or the output \
+could not be written. `run`: or a handler was still running at the end. |
 | 2 | The arguments or the settings are invalid, or a confirmation is needed and there is no terminal. |
 | 130 | Interrupted by Ctrl-C. |
-| 128 + N | Of `run --processes`: signal N killed a worker process. |
+| 128 + N | Of `run --processes`: signal N killed a worker process. Of other commands: signal N ended the command. |
+
+If a command that changes something cannot write its report, because the disk is full or the reader has closed the pipe,
+the change has been made nevertheless. The command says on standard error what it changed, and exits with status 1.
 """
 _VALUES: Final = {"str": "TEXT", "int": "N", "int range": "N", "float": "N", "float range": "N", "path": "FILE"}
 _TYPE_OF_ARGUMENT: Final = re.compile(r"^([A-Z][A-Z:]*) (?:TEXT|N|FILE)$")
