@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -40,7 +40,7 @@ from integr8s_idem.cli.dlq_output import (
     tally_lines,
 )
 from integr8s_idem.cli.dlq_replay import ReplayCommand, print_note
-from integr8s_idem.cli.output import echo, output_errors, run_async, write_error
+from integr8s_idem.cli.output import cleanup_on_signals, echo, output_errors, run_async, write_error
 from integr8s_idem.cli.progress import progress
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.atomic_file import open_atomically
@@ -167,7 +167,11 @@ def export_command(
     def write() -> int:
         filters = Filters(service, reason, error, event_type, key, since, until, group)
         search = search_of(Source(settings, embedded, application), topic, filters, limit)
-        with open_atomically(output, replace=force) if output else nullcontext(sys.stdout) as file:
+        with ExitStack() as stack:
+            if output:
+                # The temporary file contains payloads.
+                stack.enter_context(cleanup_on_signals())
+            file = stack.enter_context(open_atomically(output, replace=force)) if output else sys.stdout
             exported = run_async(_export(search, file))
         where = str(output) if output else "-"
         summary = {"dead_letters": exported, "file": where}

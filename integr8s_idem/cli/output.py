@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
+import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final, TypeVar
 
 import typer
@@ -146,6 +149,29 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
         write_error("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     return result
+
+
+@contextmanager
+def cleanup_on_signals() -> Iterator[None]:
+    """Exit with 128 + N at SIGTERM or SIGHUP in the block, so that `finally` blocks remove what they created.
+
+    Without it, these signals end the process at once.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield
+        return
+    numbers = [signal.SIGTERM, *([signal.SIGHUP] if sys.platform != "win32" else [])]
+    # A command started with `nohup` continues after SIGHUP.
+    before = {each: signal.signal(each, stop) for each in numbers if signal.getsignal(each) is not signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def finish_output() -> None:

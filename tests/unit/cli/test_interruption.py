@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from integr8s_idem.cli import main
+from tests.support.conditions import wait_until
 
 
 def test_ctrl_c_while_the_command_is_imported_has_no_traceback(
@@ -27,3 +33,24 @@ def test_ctrl_c_while_the_command_is_imported_has_no_traceback(
 
     assert ended.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_terminated_export_removes_its_temporary_file(tmp_path: Path, number: signal.Signals) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # a broker that does not answer
+        settings = f'[kafka]\nbootstrap_servers = "127.0.0.1:{mute.getsockname()[1]}"\n'
+        (tmp_path / "settings.toml").write_text(settings)
+        export = subprocess.Popen(
+            [sys.executable, "-m", "integr8s_idem", "dlq", "export", "--output", "export.jsonl"],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert export.stderr is not None
+        with export:
+            wait_until(lambda: list(tmp_path.glob(".export.jsonl.*.part")))
+            export.send_signal(number)
+            assert export.wait(timeout=60) == 128 + number
+            assert export.stderr.read() == b""
+
+    assert [each.name for each in tmp_path.iterdir()] == ["settings.toml"]
