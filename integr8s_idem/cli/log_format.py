@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final, TextIO
 
@@ -12,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from integr8s_idem._util.escaping import printable
+from integr8s_idem.cli.output import write_error
 from integr8s_idem.config.urls import redacted
 from integr8s_idem.telemetry.log_fields import FIELDS, ContextFilter
 from integr8s_idem.telemetry.log_records import exception_fields, extra_fields
@@ -106,7 +109,32 @@ class WorkerProcessFilter(logging.Filter):
         return True
 
 
-class ConsoleHandler(logging.Handler):
+class QuietHandler(logging.Handler):
+    """Reports only once that log lines cannot be written, because the disk is full or the reader has ended.
+
+    The handlers of `logging` print a traceback for each line.  The services go on in both cases.
+    """
+
+    _is_reported = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name of the base class
+        """Report an error of the output once; report others, such as those of a wrong log call, as `logging` does."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        if self._is_reported:
+            return
+        self._is_reported = True
+        with suppress(OSError, ValueError):  # standard error is often the same file
+            write_error(f"log lines cannot be written, the process continues without them: {error.strerror}")
+
+
+class _StreamHandler(QuietHandler, logging.StreamHandler[TextIO]):
+    """Writes lines to a stream."""
+
+
+class ConsoleHandler(QuietHandler):
     """Writes above the live table."""
 
     def __init__(self, console: Console) -> None:
@@ -123,7 +151,7 @@ class ConsoleHandler(logging.Handler):
 
 def log_as_json(stream: TextIO, level: str, *, keys: bool = False) -> None:
     """Write all log records to `stream` as JSON lines.  `keys`: whether they may contain keys."""
-    handler = logging.StreamHandler(stream)
+    handler = _StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     _install(handler, level, keys)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -115,9 +116,15 @@ def write_text(text: str) -> None:
 
 def safe_console(**options: Any) -> Console:
     """Return a console that escapes control characters in everything it prints, except its own styles."""
-    console = Console(highlight=False, emoji=False, markup=False, **options)
+    console = _SafeConsole(highlight=False, emoji=False, markup=False, **options)
     console.push_render_hook(_EscapeHook())
     return console
+
+
+class _SafeConsole(Console):
+    def on_broken_pipe(self) -> None:
+        # Rich would end the process, which services survive: see `ConsoleHandler`.
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class _EscapeHook(RenderHook):

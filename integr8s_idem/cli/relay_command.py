@@ -14,6 +14,7 @@ import typer
 from integr8s_idem.cli.application_loader import optional_application
 from integr8s_idem.cli.common import FAILURE, AppOption, Embedded, SettingsFile, exit_status_of
 from integr8s_idem.cli.embedded_servers import command_settings
+from integr8s_idem.cli.log_format import QuietHandler
 from integr8s_idem.cli.output import write_error, write_report
 from integr8s_idem.cli.progress import Advance, progress
 from integr8s_idem.cli.run_command import LogFormat, in_loop, start_logging
@@ -113,11 +114,14 @@ def _report(relay: Relay, left: Backlog, *, as_json: bool) -> bool:
     return write_report(answer if as_json else text, text)
 
 
-class _Lines(logging.Handler):
+class _Lines(QuietHandler):
     """Writes warnings and errors to standard error, so that standard output has only the result."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        write_error(record.getMessage())
+        try:
+            write_error(record.getMessage())
+        except Exception:  # noqa: BLE001 -- like the handlers of logging: a failure to log must not stop the process
+            self.handleError(record)
 
 
 def _show_failures() -> None:

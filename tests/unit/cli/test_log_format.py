@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import sys
+from collections.abc import Iterator
 from io import StringIO
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from integr8s_idem.cli.log_format import REPEAT_SECONDS, ConsoleHandler, JsonFormatter, RepeatFilter, TextFormatter
+from integr8s_idem.cli.log_format import (
+    REPEAT_SECONDS,
+    ConsoleHandler,
+    JsonFormatter,
+    RepeatFilter,
+    TextFormatter,
+    log_as_json,
+    log_as_text,
+)
+from integr8s_idem.cli.output import safe_console
 from integr8s_idem.telemetry.log_fields import ContextFilter, logging_with
 
 
@@ -187,3 +199,52 @@ def test_repeated_lines_of_other_loggers_are_kept() -> None:
     lines = [record("same"), record("same"), from_aiokafka("one", 1), from_aiokafka("two", 1)]
 
     assert all(again.filter(line) for line in lines)
+
+
+class BrokenStream(StringIO):
+    """Standard output on a full disk, or a pipe without a reader."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.fixture
+def _root_logger() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(capture=False)
+
+
+@pytest.mark.usefixtures("_root_logger")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_log_lines_that_cannot_be_written_are_reported_once(
+    number: int, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = BrokenStream(OSError(number, os.strerror(number)))
+    if form == "json":
+        log_as_json(stream, "INFO")
+    else:
+        log_as_text(safe_console(file=stream), "INFO")
+
+    for _ in range(3):
+        logging.getLogger("shop").info("handled")
+
+    reason = os.strerror(number)
+    assert capsys.readouterr().err == f"log lines cannot be written, the process continues without them: {reason}\n"
+
+
+@pytest.mark.usefixtures("_root_logger")
+def test_a_wrong_log_call_is_reported_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    log_as_json(StringIO(), "INFO")
+
+    logging.getLogger("shop").info("handled %d", "one")
+
+    assert "--- Logging error ---" in capsys.readouterr().err
