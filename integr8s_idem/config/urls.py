@@ -18,19 +18,36 @@ _KINDS: Final = {
     "sqlite": "sqlite",
 }
 """The kind of store for each URL scheme."""
+_SCHEMES: Final = frozenset({*_REDIS_SCHEMES, *_KINDS, "http", "https", "ftp", "grpc", "kafka"})
+"""Schemes that are shown in front of user info; another word may be a part of it."""
 _SECRET_OPTION: Final = re.compile(r"(?i)((?:password|passwd|pwd|secret|token)=)[^&\s]+")
 _OPTION: Final = re.compile(r"[^\s?&]+")
 _WORD: Final = re.compile(r"[^\s'\"<>]+")
 _END_OF_HOST: Final = re.compile("[/?#]")
+_COMMA_BEFORE_URL: Final = re.compile(r",(?=\s*(?:rediss?|unix)://)")
 SENTINEL_PORT: Final = 26379
 _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 
 
 def without_secret(url: str) -> str:
-    """Return `url` with user info and passwords in its options hidden."""
-    scheme, separator, rest = url.rpartition("://")
-    _, at, tail = rest.rpartition("@")
-    return _without_secret_options(f"{scheme}{separator}{'***@' if at else ''}{tail}")
+    """Return `url` with user info and passwords in its options hidden, and with them what may belong to them."""
+    scheme, separator, rest = url.partition("://")
+    is_scheme = scheme.partition("+")[0].lower() in _SCHEMES or "@" not in url
+    plain = f"{scheme}{separator}{_without_user_info(rest)}" if separator and is_scheme else _without_user_info(url)
+    for option in _OPTION.finditer(plain):
+        name, is_option, _ = option[0].partition("=")
+        if is_option and _SECRET_OPTION.search(f"{unquote(option[0])}x"):
+            # An unencoded `&` in the password would make the rest of it look like another option.
+            return f"{plain[: option.start()]}{name}=***"
+    return plain
+
+
+def _without_user_info(rest: str) -> str:
+    """Hide the user info after a scheme, or everything if it is not clear where it ends."""
+    before, at, tail = rest.rpartition("@")
+    if at and "?" in before:
+        return "***"  # the `@` may belong to a password in the options, or the `?` to one in the user info
+    return f"***@{tail}" if at else rest
 
 
 def redacted(text: str) -> str:
@@ -53,8 +70,7 @@ def _without_encoded_secret(option: re.Match[str]) -> str:
 
 def _without_credentials(word: re.Match[str]) -> str:
     scheme, separator, rest = word[0].partition("://")
-    _, at, tail = rest.rpartition("@")
-    return f"{scheme}{separator}***@{tail}" if at else word[0]
+    return f"{scheme}{separator}{_without_user_info(rest)}"
 
 
 def url_holds_password(url: str) -> bool:
@@ -80,7 +96,7 @@ def redis_url(url: str) -> str:
     parts = _split(url, _example())
     # redis-py silently uses database 0 for a path that is not a number.
     database = parts.path.strip("/")
-    if "@" in database:
+    if database and not database.isdecimal() and "@" in rest.removeprefix(parts.netloc):
         # Everything before the last `@` may be part of a password that contains a slash.
         raise ValueError(
             "contains a slash in its user or password; write / as %2F, @ as %40, : as %3A there: "
@@ -126,7 +142,11 @@ def sentinel_address(address: str) -> str:
 
 def one_or_many(value: object) -> object:
     """Split a comma-separated string into a list."""
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    # A comma may belong to a password, unless a URL follows.
+    parts = value.split(",") if without_secret(value) == value else _COMMA_BEFORE_URL.split(value)
+    return [part.strip() for part in parts]
 
 
 def postgresql_url(url: str) -> str:
@@ -164,19 +184,26 @@ def _database_url(url: str, server: str, schemes: tuple[str, ...], place: str) -
         raise ValueError(f"contains a slash in its user or password; write / as %2F, @ as %40 there, as in {example}")
     if not parts.path.strip("/"):
         # Without it, the drivers use the user name as the database, or none.
-        meant = f"{scheme}://{parts.netloc.rpartition('@')[2]}/{place.partition('/')[2]}"
+        host = _host_of(rest).removeprefix("***@") or place.partition("/")[0]
+        meant = f"{scheme}://{host}/{place.partition('/')[2]}"
         raise ValueError(f'"{without_secret(url)}" does not name a database; write {meant}')
     return example
 
 
 def _check_options(url: str, known: tuple[str, ...], example: str) -> str:
-    for name in parse_qs(_split(url, example).query, keep_blank_values=True):
+    query = _split(url, example).query
+    is_ambiguous = "@" in query
+    for name in parse_qs(query, keep_blank_values=True):
         if name in known:
+            # What follows may belong to a password with an unencoded `&`.
+            is_ambiguous = is_ambiguous or name == "password"
             continue
-        what = f'has the option "{name}", which is not supported; remove it'
+        shown = "an option" if is_ambiguous else f'the option "{name}"'
+        what = f"has {shown}, which is not supported; remove it"
         if name.lower().startswith(("ssl", "tls")):
             raise ValueError(f"{what}: set store.tls = true for TLS, with store.tls_ca_file for a custom CA")
-        raise ValueError(f"{what}; known: {', '.join(known)}")
+        hint = "; write & as %26 and @ as %40 in a password" if is_ambiguous else ""
+        raise ValueError(f"{what}{hint}; known: {', '.join(known)}")
     return url
 
 
@@ -187,7 +214,8 @@ def _reject_other_kind(url: str, server: str) -> None:
     if kind is None or not rest:
         return
     if kind == "sqlite":
-        path = json.dumps(rest.removeprefix("/") or "idempotency.db")
+        plain = without_secret(url).partition("://")[2].removeprefix("/")
+        path = json.dumps("idempotency.db" if not plain or "***" in plain else plain)
         meant = f'kind = "sqlite" and path = {path} instead of url'
     else:
         meant = f'kind = "{kind}"'
@@ -200,7 +228,9 @@ def brokers(servers: str) -> str:
     Raises:
         ValueError: It is not; the message names the first invalid address.
     """
-    for part in (part.strip() for part in servers.split(",")):
+    # A comma may belong to a password, which no address has.
+    parts = servers.split(",") if without_secret(servers) == servers else [servers]
+    for part in map(str.strip, parts):
         if not _BROKER.fullmatch(part):
             shown = without_secret(part)
             raise ValueError(f'"{shown}" is not a broker address; write host:port, as in {_broker_like(part)}')
@@ -245,8 +275,8 @@ def _http_url(url: str, what: str, example: str) -> str:
 
 def _host_of(rest: str) -> str:
     """Return host and port after a scheme, hiding everything before an `@`, which may contain slashes."""
-    _, at, tail = rest.rpartition("@")
-    return f"{'***@' if at else ''}{_END_OF_HOST.split(tail)[0]}"
+    host = _END_OF_HOST.split(_without_user_info(rest))[0]
+    return "" if host == "***" else host
 
 
 def _must_be_plain(url: str, example: str) -> None:
