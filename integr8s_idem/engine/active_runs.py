@@ -159,6 +159,10 @@ class ActiveRuns:
             # The key may have been reserved again under this token, and the next run needs its own reservation.
             run.work.token = b""
 
+    def forget_all(self) -> None:
+        """Forget the runs of an event loop that no longer runs: nobody can wait for their end."""
+        self._by_key.clear()
+
     @contextmanager
     def within(self, run: ActiveRun) -> Iterator[None]:
         """Make `run` the innermost run of the block.

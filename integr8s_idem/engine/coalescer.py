@@ -62,6 +62,17 @@ class Coalescer(Generic[Request, Answer]):
             self._begin_sending()
         return answer
 
+    def leave_loop(self) -> None:
+        """Drop the requests of an event loop that no longer runs: their futures cannot be resolved in another loop.
+
+        If that loop runs again, its call ends there, and changes nothing here.
+        """
+        self._waiting = deque()
+        self._sender = None
+        self._last_size = 0
+        self._alone = False
+        self._alone_ends = None
+
     async def answer(self, request: Request) -> Answer:
         """Return the answer to a request.  If the caller is cancelled, the answer is passed to `abandoned`."""
         if self._last_size != 1 or self._waiting or self._alone or self._sender is not None:
@@ -74,20 +85,23 @@ class Coalescer(Generic[Request, Answer]):
                     self._abandoned(request, waiting.result())
                 raise
         # Not in a method of its own: another coroutine takes longer than all of this.
+        queue = self._waiting
         self._alone = True
         try:
             return _all_answers(await self._call([request]), 1)[0]
         except asyncio.CancelledError:
             # The request may or may not have been executed: repeat it, and pass its answer to `abandoned`.
-            self.ask(request).cancel()
+            if queue is self._waiting:
+                self.ask(request).cancel()
             raise
         finally:
-            self._alone = False
-            if self._alone_ends is not None:
-                self._alone_ends.set()
-                self._alone_ends = None
-            if self._waiting:
-                self._begin_sending()
+            if queue is self._waiting:  # otherwise another event loop has taken over
+                self._alone = False
+                if self._alone_ends is not None:
+                    self._alone_ends.set()
+                    self._alone_ends = None
+                if queue:
+                    self._begin_sending()
 
     async def wait_until_idle(self) -> None:
         """Wait until every request so far has its answer."""
@@ -104,22 +118,22 @@ class Coalescer(Generic[Request, Answer]):
         return self._alone or (self._sender is not None and not self._sender.done())
 
     def _begin_sending(self) -> None:
-        self._sender = self._loop.create_task(self._send_all())
+        self._sender = self._loop.create_task(self._send_all(self._waiting))
 
-    async def _send_all(self) -> None:
+    async def _send_all(self, queue: deque[tuple[Request, asyncio.Future[Answer]]]) -> None:
         try:
-            while self._waiting:
-                size = self._last_size = self._next_size()
-                await self._send([self._waiting.popleft() for _ in range(size)])
+            while queue:
+                size = self._last_size = self._next_size(len(queue))
+                await self._send([queue.popleft() for _ in range(size)])
         finally:
-            self._sender = None
-            for _, answer in self._waiting:  # only if this task was cancelled
+            if queue is self._waiting:  # otherwise another event loop has taken over
+                self._sender = None
+            for _, answer in queue:  # only if this task was cancelled
                 answer.cancel()
-            self._waiting.clear()
+            queue.clear()
 
-    def _next_size(self) -> int:
+    def _next_size(self, waiting: int) -> int:
         """Return the size of the next call: half of the requests, estimated by the last call and the queue."""
-        waiting = len(self._waiting)
         half = (self._last_size + waiting + 1) // 2
         return min(waiting, max(half, FEW), self._max_batch)
 

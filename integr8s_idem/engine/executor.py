@@ -14,6 +14,7 @@ from integr8s_idem._util.loop_fairness import pace_of, turn_of_the_loop
 from integr8s_idem.config import IdempotencyConfig, OnInProgress, OnKeyReused, OnStoreError
 from integr8s_idem.engine.active_runs import ActiveRun
 from integr8s_idem.engine.leases import HeldLease, LeaseKeeper
+from integr8s_idem.engine.loop_guard import LoopGuard
 from integr8s_idem.engine.outcomes import pending_error
 from integr8s_idem.engine.results import repeatable
 from integr8s_idem.engine.run import Returned, Run, RunOptions, RunServices
@@ -75,6 +76,7 @@ class Executor(RunServices):
         super().__init__(config, client, observer)
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop in which a lease was last requested."""
+        self.loop_guard = LoopGuard(client.space.scope)
         self._leases = leases
         self.verdicts = VerdictObserver(observer)
 
@@ -355,12 +357,31 @@ class Executor(RunServices):
     # Batches.
 
     def now(self) -> float:
-        """Return the time by the lease clock, in seconds.  Read it before requesting a lease in this event loop."""
+        """Return the time by the lease clock, in seconds.  Read it before requesting a lease in this event loop.
+
+        Raises:
+            ApplicationError: The manager is in use in another event loop that is still running, or was used before this
+                process was forked.
+        """
         loop = asyncio.get_running_loop()
         if loop is not self.loop:
-            self.loop, self.runs.pace = loop, pace_of(loop)
-            self._leases.enter(loop)
+            self._enter(loop)
         return self._leases.now()
+
+    def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.client.home.check()  # first: in a child, the parent's loop claims to run
+        self.loop_guard.enter(loop)
+        if self.loop is not None:
+            self.leave_loop()
+        self.loop, self.runs.pace = loop, pace_of(loop)
+        self._leases.enter(loop)
+
+    def leave_loop(self) -> None:
+        """Drop what belongs to an event loop that no longer runs, and would be waited for without end."""
+        self.loop = None
+        self.client.leave_loop()
+        self.runs.forget_all()
+        self._leases.leave_loop()
 
     async def reserve_together(self, works: Sequence[Work]) -> list[Verdict]:
         """Reserve works in one round trip.

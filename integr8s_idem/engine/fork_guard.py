@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import ClassVar
 
 from integr8s_idem.errors import ApplicationError
 
@@ -23,6 +24,7 @@ def fork_count() -> int:
 def _count_fork() -> None:
     global _forks
     _forks += 1
+    ForkGuard.forks_now = _forks
 
 
 if sys.platform != "win32":
@@ -32,14 +34,18 @@ if sys.platform != "win32":
 class ForkGuard:
     """Remembers the process in which a manager was first used."""
 
+    forks_now: ClassVar[int] = 0
+    """As `fork_count()`, for code that compares it for each event."""
+
     def __init__(self, scope: str) -> None:
         self._scope = scope
-        self._forks: int | None = None
+        self.forks: int | None = None
+        """The number of forks before the first use."""
 
     @property
     def is_forked(self) -> bool:
         """Whether the manager was used before this process was forked."""
-        return self._forks is not None and self._forks != _forks
+        return self.forks is not None and self.forks != _forks
 
     def check(self) -> None:
         """Check that the manager is used in its own process; the first call determines that process.
@@ -47,13 +53,13 @@ class ForkGuard:
         Raises:
             ApplicationError: It was used before this process was forked.
         """
-        if self._forks == _forks:
+        if self.forks == _forks:
             return
-        if self._forks is not None:
+        if self.forks is not None:
             raise ApplicationError(
                 f"the manager of {self._scope} was used before this process was forked (by os.fork, or by the start "
                 'method "fork" of multiprocessing): its event loop and the connections of its store belong to the '
                 "parent. Make a manager and a store in each child, or start the children by the method "
                 '"spawn"'
             )
-        self._forks = _forks
+        self.forks = _forks

@@ -174,9 +174,14 @@ class LeaseKeeper:
         return self.now()
 
     def enter(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hold leases in `loop` from now on, by its clock; timers of an earlier loop never fire."""
+        """Hold leases in `loop` from now on, by its clock."""
         self._loop, self._timer, self._last_times = loop, None, None
         self.now = self._given_clock or clock_of(loop)
+
+    def leave_loop(self) -> None:
+        """Drop the leases of an event loop that no longer runs, so that others can take over their keys."""
+        self.held.clear()
+        self._loop = self._timer = self._renewal = None
 
     def times_of(self, lease: timedelta, asked_at: float) -> LeaseTimes:
         """Return the times of a lease that was requested at `asked_at`, by the lease clock; kept for its batch."""
@@ -242,9 +247,12 @@ class LeaseKeeper:
         self._timer = self._loop.call_at(when, self._wake)
 
     def _wake(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            return  # a timer of an earlier loop, which runs again
         self._timer = None
         if self._renewal is None or self._renewal.done():
-            self._renewal = asyncio.get_running_loop().create_task(self._renew_due())
+            self._renewal = loop.create_task(self._renew_due())
         # Otherwise a renewal is waiting for its answer and will schedule the rest afterwards.
 
     async def _renew_due(self) -> None:
@@ -261,7 +269,7 @@ class LeaseKeeper:
             for duration, leases in groupby(due, key=_duration):
                 await self._renew(duration, list(leases))
         finally:
-            if live := [lease.renew_at for lease in self.held if not lease.lost]:
+            if loop is self._loop and (live := [lease.renew_at for lease in self.held if not lease.lost]):
                 self._wake_at(min(live))
 
     async def _renew(self, duration: timedelta, leases: list[HeldLease]) -> None:

@@ -30,6 +30,7 @@ from integr8s_idem.engine.executor import Executor
 from integr8s_idem.engine.iterators import refuse_iterator
 from integr8s_idem.engine.joined_transactions import JOINED, InTransaction, never_unknown
 from integr8s_idem.engine.leases import LeaseKeeper
+from integr8s_idem.engine.loop_guard import finish_in
 from integr8s_idem.engine.measured_store import measured
 from integr8s_idem.engine.outcomes import error_of
 from integr8s_idem.engine.reconciliation import Question, awaitable_answer, reconciled
@@ -145,7 +146,7 @@ class IdempotencyManager:
         Raises:
             ApplicationError: It was used before this process was forked.
         """
-        loop = self.executor.loop
+        loop = self.executor.loop_guard.loop
         if loop is None:
             return None
         self._store_client.home.check()  # the parent's loop claims to run, but its thread does not exist in a child
@@ -156,6 +157,11 @@ class IdempotencyManager:
         """The repository, after the check for forks."""
         self._store_client.home.check()
         return self.measured_repository
+
+    def _check_use(self) -> None:
+        """Check for forks and for a second event loop before a call that leaves state in this manager."""
+        self._store_client.home.check()
+        self.executor.now()
 
     def in_scope(self, scope: str) -> IdempotencyManager:
         """Return the manager for another scope with the same configuration, and the same `owner` if you gave one.
@@ -169,6 +175,7 @@ class IdempotencyManager:
             self.config, self.repository, self.observer, scope=scope, owner=self._given_owner, clock=self._clock
         )
         sibling._store_client.home = self._store_client.home
+        sibling.executor.loop_guard = self.executor.loop_guard
         sibling._by_scope = self._by_scope
         self._by_scope[scope] = sibling
         self._made.append(sibling)
@@ -202,6 +209,7 @@ class IdempotencyManager:
             CorruptRecordError: The record cannot be read.
             StoreError: The store did not answer.
         """
+        self._check_use()
         work = Work(self.space.key(key), given_fingerprint(fingerprint))
         verdict = await self._store_client.reserve(self._store_client.request(work))
         if isinstance(verdict, Corrupt):
@@ -233,6 +241,7 @@ class IdempotencyManager:
         Raises:
             ApplicationError: The result cannot be stored; see `completion`.
         """
+        self._check_use()
         require_reserved("complete", [reserved])
         completion = self.completion(reserved, result, ttl)
         self._batch_leases.forget([reserved])
@@ -250,7 +259,7 @@ class IdempotencyManager:
 
         `error`: shortened to one line of at most 1024 characters, with the credentials in URLs hidden.
         """
-        self._store_client.home.check()
+        self._check_use()
         require_reserved("fail", [reserved])
         kept_for = None if ttl is None else self.checked_ttl(ttl)
         self._batch_leases.forget([reserved])
@@ -258,7 +267,7 @@ class IdempotencyManager:
 
     async def release(self, *reservations: Reserved) -> list[bool]:
         """Release reservations in one round trip; their attempts stay counted.  Return an answer for each, in order."""
-        self._store_client.home.check()
+        self._check_use()
         require_reserved("release", reservations)
         self._batch_leases.forget(reservations)
         return await self._store_client.release_together(reservations)
@@ -340,7 +349,7 @@ class IdempotencyManager:
         # A string and a resolved key may have the same record; with different payloads, one of them is refused.
         records = [(request.key, request.fingerprint) for request in requests]
         distinct = dict(zip(records, requests, strict=True))
-        asked_at = self._leases.now()
+        asked_at = self.executor.now()
         answers = await self._store_client.reserve_together(list(distinct.values()))
         self._batch_leases.add((verdict for verdict in answers if isinstance(verdict, Reserved)), asked_at)
         verdicts = dict(zip(distinct, answers, strict=True))
@@ -400,7 +409,7 @@ class IdempotencyManager:
             StoreError: The store did not answer.  You may confirm again.
             ApplicationError: A result cannot be stored, see `completion`; nothing is confirmed.
         """
-        self._store_client.home.check()
+        self._check_use()
         reservations = reservations_of("confirm_batch", "complete", done)
         results: Mapping[Reserved, object] = done if isinstance(done, Mapping) else dict.fromkeys(reservations)
         completions = [self.completion(reserved, result, ttl) for reserved, result in results.items()]
@@ -652,13 +661,19 @@ class IdempotencyManager:
     async def close(self) -> None:
         """Wait for pending writes, and stop renewing leases; also of the managers that `in_scope` made for this one.
 
-        In a child of the process that used it, this does nothing: the writes and the leases belong to the parent.
+        Writes that are pending in another event loop are waited for while that loop runs.  In a child of the process
+        that used it, this does nothing: the writes and the leases belong to the parent.
         """
         if self._store_client.home.is_forked:
             return
         for sibling in tuple(self._made):  # more of them may be requested meanwhile
             await sibling.close()
-        await self._store_client.close()
+        loop, client = self.executor.loop, self._store_client
+        if loop is not None and loop is not asyncio.get_running_loop() and client.busy:
+            await finish_in(loop, client.close)
+            if not loop.is_running():
+                self.executor.leave_loop()
+        await client.close()
         self._leases.close()
 
     def _value_of(self, outcome: Outcome[T], work: Work, function: Callable[..., object] | None) -> T:

@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import Any, Final
 
 from integr8s_idem.config import OnStoreError
-from integr8s_idem.engine.coalescer import Coalescer
 from integr8s_idem.engine.leases import HeldLease
 from integr8s_idem.engine.manager import IdempotencyManager
 from integr8s_idem.engine.results import observed_place, observed_result
@@ -70,7 +69,7 @@ class WorkObserver:
         self._executor = manager.executor
         self._client = manager.executor.client
         self._observer = manager.observer
-        self._records = Coalescer(manager.measured_repository.get)
+        self._records = self._client.coalesced(manager.measured_repository.get)
         self._ending: dict[tuple[str, int], asyncio.Task[None]] = {}
         """Tasks that record the end of work, by its key and generation."""
         self._waiting = 0

@@ -49,6 +49,7 @@ from integr8s_idem.telemetry import Observer, Phase, Signal
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Q = TypeVar("Q")
 
 FIRST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 1.0
@@ -77,19 +78,34 @@ class StoreClient:
         self._default_retention = self._retention_of(None)
         self.space = KeySpace(config.key_prefix, scope, config.hash_keys)
         self._repository = repository
-        self._reservations = Coalescer(repository.reserve, abandoned=self._release_abandoned)
-        self._completions = Coalescer(repository.complete)
+        self._coalescers: list[Coalescer[Any, Any]] = []
+        self._reservations = self.coalesced(repository.reserve, self._release_abandoned)
+        self._completions = self.coalesced(repository.complete)
         # Called for each unit of work, so they are the methods themselves.
         self.reserve: Callable[[ReserveRequest], Awaitable[Verdict]] = self._reservations.answer
         """Reserves a key.  If the caller is cancelled, the reservation is released."""
         self.complete: Callable[[Completion], Awaitable[bool]] = self._completions.answer
         """Records a completion."""
-        self._failures = Coalescer(repository.fail)
-        self._releases = Coalescer(repository.release)
+        self._failures = self.coalesced(repository.fail)
+        self._releases = self.coalesced(repository.release)
         self.home = ForkGuard(scope)
         """Detects a use after the process was forked."""
         self._logged_drops: set[str] = set()
         self._background: set[asyncio.Task[Any]] = set()
+
+    def coalesced(
+        self, call: Callable[[list[Q]], Awaitable[Sequence[T]]], abandoned: Callable[[Q, T], None] | None = None
+    ) -> Coalescer[Q, T]:
+        """Return a coalescer of `call` whose requests `close` waits for."""
+        coalescer = Coalescer(call, abandoned=abandoned)
+        self._coalescers.append(coalescer)
+        return coalescer
+
+    def leave_loop(self) -> None:
+        """Drop the calls of an event loop that no longer runs."""
+        for each in self._coalescers:
+            each.leave_loop()
+        self._background = set()
 
     # Single calls.
 
@@ -198,17 +214,16 @@ class StoreClient:
         """Make the record of work that a rule discards."""
         return Completion(reservation=reserved, ttl=self._ttl(ttl), result=discarded_result(error))
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is pending."""
+        return bool(self._background) or any(each.busy for each in self._coalescers)
+
     async def close(self) -> None:
         """Wait for all pending calls, including those that they cause."""
-        calls: Sequence[Coalescer[Any, Any]] = (
-            self._reservations,
-            self._completions,
-            self._failures,
-            self._releases,
-        )
         # A reservation whose caller was cancelled is released, which is another call.
-        while self._background or any(each.busy for each in calls):
-            for each in calls:
+        while self.busy:
+            for each in self._coalescers:
                 await each.wait_until_idle()
             if self._background:
                 await asyncio.wait(self._background)
