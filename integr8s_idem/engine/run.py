@@ -220,6 +220,7 @@ class Run(ActiveRun):
 
     async def _raised(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded | NotStarted | None:
         """End a run whose function has raised `error`; `None` if the work has not failed: re-raise the error."""
+        self._services.client.home.check()
         if isinstance(error, LateStartError) and error.lease is lease:
             self._leave()
             return self.not_started()
@@ -421,6 +422,9 @@ class Run(ActiveRun):
         return attempt
 
     def _returned(self, lease: HeldLease, value: T) -> Returned[T]:
+        home = self._services.client.home
+        if home.forks != home.forks_now:
+            home.check()  # the function has forked and returned in the child; called only then, since it is slower
         if self.steps is not None:
             self.steps.report_orphans()
         if self.writer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
@@ -218,3 +219,29 @@ def test_a_loop_that_runs_again_ends_its_run_beside_those_of_the_next_loop() -> 
     assert asyncio.run(asyncio.wait_for(between(), SOON)) == [1, 1]
     assert first.result() == 1
     loop.close()
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "returns"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_a_function_that_forks_and_ends_in_the_child_gets_an_application_error_there(fails: bool) -> None:
+    manager, parent = plain_manager(), os.getpid()
+
+    async def forks() -> str:
+        child = os.fork()
+        if child:
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+            return str(os.waitstatus_to_exitcode(status))
+        if fails:
+            raise OSError
+        return "child"
+
+    try:
+        in_parent = await manager.run("a", forks)
+    except BaseException as error:
+        if os.getpid() != parent:
+            os._exit(7 if isinstance(error, ApplicationError) else 8)
+        raise
+    if os.getpid() != parent:
+        os._exit(9)
+
+    assert in_parent == "7"
