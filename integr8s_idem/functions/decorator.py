@@ -205,7 +205,7 @@ class _Guard:
             if (reconcile := self.reconcile) is not None:
 
                 async def ask(attempt: Attempt) -> Any:
-                    return await here(lambda: reconcile(call), attempt)
+                    return await here(lambda: reconcile(call), attempt, is_work=False)
 
                 question = ask
             return await self._run(manager, call, work, question)

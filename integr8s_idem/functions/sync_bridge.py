@@ -9,28 +9,39 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
-from queue import SimpleQueue
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Protocol, TypeVar, cast
 
 from integr8s_idem._util.futures import fail_future
 from integr8s_idem.engine.active_runs import check_start, run_of
 from integr8s_idem.engine.fork_guard import fork_count
+from integr8s_idem.engine.leases import LateStartError
 from integr8s_idem.engine.work import Attempt
-from integr8s_idem.errors import ApplicationError
+from integr8s_idem.errors import ApplicationError, ResultNotStoredError
 
 T = TypeVar("T")
 
-Here: TypeAlias = Callable[[Callable[[], Any], Attempt], Awaitable[Any]]
-"""Called on the event loop: runs a function in the waiting thread and returns its result.
+LOOK_EVERY: Final = 0.5
+"""Seconds between checks of a waiting thread whether the event loop is still running."""
 
-The function is not called if the lease of the attempt is about to expire.
-"""
+
+class Here(Protocol):
+    """Called on the event loop: runs a function in the waiting thread and returns its result.
+
+    The function is not called if the lease of the attempt is about to expire.
+    """
+
+    def __call__(self, function: Callable[[], Any], attempt: Attempt, *, is_work: bool = True) -> Awaitable[Any]:
+        """`is_work`: whether the function does the work; it may only examine what an earlier attempt has done."""
+        ...
 
 
 class _Loop:
@@ -48,6 +59,8 @@ class _Loop:
     def get(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
+                if sys.is_finalizing():
+                    raise _no_loop("the interpreter is exiting")  # its thread would not run
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="integr8s-idem", daemon=True).start()
             return self._loop
@@ -103,7 +116,9 @@ def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[
     its reservations.
 
     Raises:
-        ApplicationError: A function forked the process and returned in the child.
+        ApplicationError: A function forked the process and returned in the child; or the event loop ended before a
+            function ran.
+        ResultNotStoredError: The event loop ended after a function returned, before its outcome was recorded.
         BaseException: Any error of `guard`.
     """
     # No `concurrent.futures.Future`: an interrupt could leave its lock locked, which the event loop needs as well.
@@ -111,8 +126,8 @@ def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[
     guarding = _Guarding(loop, guard)
     todo: Job | _End | None = None
     try:
-        loop.call_soon_threadsafe(guarding.begin)
-        while isinstance(todo := guarding.todo.get(), Job):
+        guarding.start()
+        while isinstance(todo := guarding.next(todo), Job):
             todo.run()
             if fork_count() != forks:
                 raise ApplicationError(
@@ -151,12 +166,45 @@ class _Guarding:
         self.todo = SimpleQueue[Job | _End]()
         """For the thread: functions to run, then the end."""
 
+    def start(self) -> None:
+        """Begin on the event loop; thread-safe.
+
+        Raises:
+            ApplicationError: The event loop is closed.
+        """
+        try:
+            self._loop.call_soon_threadsafe(self.begin)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            raise _no_loop("the event loop has ended") from None
+
+    def next(self, last: Job | _End | None) -> Job | _End:
+        """Wait for what the thread has to do after `last`.
+
+        Raises:
+            ApplicationError, ResultNotStoredError: The event loop has ended; see `wait_for`.
+            Exception: As well, but the function has raised this error.
+        """
+        has_stopped = False
+        while True:
+            try:
+                return self.todo.get(timeout=LOOK_EVERY)
+            except Empty:
+                # Checked twice, since a loop may stop for a moment, between two calls of `run_until_complete`.
+                is_stopped = not self._loop.is_running()
+                if sys.is_finalizing() or self._loop.is_closed() or (is_stopped and has_stopped):
+                    break
+                has_stopped = is_stopped
+        why = "the interpreter is exiting" if sys.is_finalizing() else "the event loop has ended"
+        raise last.unrecorded(why) if isinstance(last, Job) else _no_loop(why)
+
     def begin(self) -> None:
         self._task = self._loop.create_task(self._run())
 
     async def _run(self) -> None:
         try:
-            value = await self._guard(lambda function, attempt: run_in_caller(function, attempt, self.todo))
+            value = await self._guard(partial(run_in_caller, todo=self.todo))
         except BaseException as error:  # noqa: BLE001  # raised in the thread
             self.todo.put(_End(error=error))
         else:
@@ -170,6 +218,13 @@ class _Guarding:
             self._task.cancel()
 
 
+def _no_loop(why: str) -> ApplicationError:
+    return ApplicationError(
+        f"{why}, so this call of a plain function cannot be guarded: its function has not run. Call it while the event "
+        "loop of its manager is running, and wait for its threads before the loop ends"
+    )
+
+
 class _ThreadExit(BaseException):
     """Ends the guard of a function that an error has ended which is no `Exception`, as after a crash.
 
@@ -180,8 +235,9 @@ class _ThreadExit(BaseException):
 class Job:
     """A function that a guard passes to the waiting thread."""
 
-    def __init__(self, function: Callable[[], Any], attempt: Attempt) -> None:
+    def __init__(self, function: Callable[[], Any], attempt: Attempt, *, is_work: bool = True) -> None:
         self._function = function
+        self._is_work = is_work
         self._attempt = attempt
         self._context = copy_context()
         self._loop = asyncio.get_running_loop()
@@ -208,7 +264,26 @@ class Job:
             if self._end is not None:
                 raise  # an interrupt after the function has returned
             self._end = _End(error=error)
-        self._loop.call_soon_threadsafe(self.report)
+        try:
+            self._loop.call_soon_threadsafe(self.report)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            # The thread finds that out when it waits for the end.
+
+    def unrecorded(self, why: str) -> Exception:
+        """Return the error of a call whose outcome is not recorded, because of `why`."""
+        end = self._end
+        if end is None or not self._is_work or isinstance(end.error, LateStartError):
+            return _no_loop(why)
+        if end.error is None:
+            return ResultNotStoredError(self._attempt.label or self._attempt.key, why)
+        if isinstance(end.error, StopIteration):
+            error = RuntimeError("a function raised StopIteration")  # as if the event loop had passed it on
+            error.__cause__ = end.error
+            return error
+        assert isinstance(end.error, Exception), "others are raised at once"
+        return end.error
 
     def _start(self) -> None:
         # The thread may have been busy since the loop checked.
@@ -228,13 +303,15 @@ class Job:
             self.done.set_result(self._end.value)
 
 
-async def run_in_caller(function: Callable[[], Any], attempt: Attempt, todo: SimpleQueue[Job | _End]) -> Any:
+async def run_in_caller(
+    function: Callable[[], Any], attempt: Attempt, todo: SimpleQueue[Job | _End], *, is_work: bool = True
+) -> Any:
     """Run `function` in the thread that takes its job.
 
     If the guard is cancelled after the function has started, it waits for it all the same: a thread cannot be
     cancelled, its function may succeed, and nobody else may run it until then.
     """
-    job = Job(function, attempt)
+    job = Job(function, attempt, is_work=is_work)
     todo.put(job)
     while not job.done.done():
         try:

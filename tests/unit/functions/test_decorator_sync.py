@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -19,12 +20,13 @@ from dishka import Provider, Scope, make_async_container
 
 from integr8s_idem import IdempotencyManager
 from integr8s_idem.engine.work import Attempt
-from integr8s_idem.errors import (
-    ApplicationError,
-)
+from integr8s_idem.errors import ApplicationError, ResultNotStoredError
 from integr8s_idem.functions.decorator import idempotent
 from integr8s_idem.functions.sync_bridge import Job, own_loop, run_in_caller, wait_for
 from integr8s_idem.records import IdempotencyStatus
+from integr8s_idem.stores.memory import MemoryIdempotencyRepository
+from integr8s_idem.testing.flaky_store import FlakyStore
+from tests.support.conditions import eventually
 from tests.support.guarded import plain_manager
 
 BRIDGE = {each.__code__ for each in (wait_for, Job.run, Job._start)}
@@ -285,6 +287,108 @@ async def test_a_plain_function_is_rejected_in_the_event_loop_thread_but_works_i
 
 
 async def _nothing() -> None: ...
+
+
+def error_after_the_end_of_the_loop(
+    call: Callable[[], object],
+    manager: IdempotencyManager,
+    started: Callable[[], object],
+    go: threading.Event,
+    closed: bool,
+) -> BaseException | None:
+    """Return the error of `call`, made in a thread, if the loop of its manager ends once it has `started`."""
+    loop, calling = asyncio.new_event_loop(), ThreadPoolExecutor(1)
+
+    async def until_started() -> Future[object]:
+        await manager.run("other", _nothing)  # its loop is this one
+        called = calling.submit(call)
+        await eventually(started)
+        return called
+
+    called = loop.run_until_complete(until_started())
+    if closed:
+        loop.close()
+    go.set()
+    with calling:
+        error = called.exception(30)
+    loop.close()
+    return error
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "stopped"])
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "returns"])
+def test_a_plain_function_whose_loop_ends_reports_that_its_result_is_not_stored(closed: bool, fails: bool) -> None:
+    manager, started, go = plain_manager(), threading.Event(), threading.Event()
+
+    @idempotent(key="{name}", manager=manager)
+    def work(name: str) -> str:
+        started.set()
+        assert go.wait(60)
+        if fails:
+            raise OSError(name)
+        return name
+
+    error = error_after_the_end_of_the_loop(lambda: work("x"), manager, started.is_set, go, closed)
+
+    assert type(error) is (OSError if fails else ResultNotStoredError)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "stopped"])
+def test_a_plain_function_whose_loop_ends_before_it_runs_is_not_called(closed: bool) -> None:
+    store, runs = FlakyStore(MemoryIdempotencyRepository()), list[str]()
+    manager = IdempotencyManager(repository=store, scope="billing")
+
+    @idempotent(key="{name}", manager=manager)
+    def work(name: str) -> None:
+        runs.append(name)
+
+    def call() -> None:
+        store.held["reserve"] = asyncio.Event()
+        work("x")
+
+    def started() -> bool:
+        return store.calls["reserve"] == 2
+
+    error = error_after_the_end_of_the_loop(call, manager, started, threading.Event(), closed)
+
+    assert isinstance(error, ApplicationError)
+    assert "the event loop has ended" in str(error)
+    assert runs == []
+
+
+EXITING = """
+import os
+import queue
+
+from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository, idempotent
+
+manager = IdempotencyManager(repository=MemoryIdempotencyRepository(), scope="shop")
+
+@idempotent(key="{number}", manager=manager)
+def work(number: int) -> int:
+    return number
+
+class Last:
+    def __del__(self, work=work, write=os.write) -> None:
+        try:
+            work(2)
+        except Exception as error:
+            write(1, str(error).encode())
+
+queue.last = Last()  # a global variable of this module may be deleted before the interpreter exits
+"""
+
+
+@pytest.mark.parametrize("before", ["work(1)", ""], ids=["used", "unused"])
+def test_a_plain_function_called_while_the_interpreter_exits_raises_an_error(before: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", EXITING + before], capture_output=True, text=True, timeout=60, check=True
+    )
+
+    # Python may have deleted the globals of some module by then, which is another error.
+    assert ended.stdout, "it raised an error"
 
 
 def test_a_plain_function_finds_its_manager_in_a_container() -> None:
