@@ -55,7 +55,7 @@ FIRST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 1.0
 """Seconds between attempts to write an outcome; the pause doubles up to the longest."""
 
-AT_ONCE: Final = timedelta(milliseconds=1)
+EXPIRES_AT_ONCE: Final = timedelta(milliseconds=1)
 """The ttl of outcomes that are not kept: they expire before the next request."""
 
 _UNRECORDED: Final = "%s has ended, but its outcome is not recorded, so it may run again: %s"
@@ -202,7 +202,7 @@ class StoreClient:
     def outcome_of(self, work: Work, reserved: Reserved, value: object) -> Completion:
         """Make the record of `work` that has returned `value`, with the ttl of the work."""
         if work.forgotten:
-            return Completion(reservation=reserved, ttl=AT_ONCE)
+            return Completion(reservation=reserved, ttl=EXPIRES_AT_ONCE)
         stored, dropped = self._result_to_keep(reserved.key, value, work.event_type)
         return Completion(reservation=reserved, ttl=self._ttl(work.ttl), result=stored, result_dropped=dropped)
 
