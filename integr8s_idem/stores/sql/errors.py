@@ -33,6 +33,7 @@ _PERMANENT: Final = {
 
 _TEMPORARY: Final = {
     "25006": "the database is read-only: it is a standby, or configured as read-only",
+    "25P03": "the database ended a transaction that was idle for too long",
     "40001": "the database could not serialize this transaction",
     "40P01": "the database found a deadlock with another transaction",
     "53": "the database has run out of disk, memory or connections",

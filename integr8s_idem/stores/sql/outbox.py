@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import timedelta
 from typing import Final
 
 from sqlalchemy import Executable, Update, case, delete, exists, func, select, text, update
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from integr8s_idem.diagnostics import Code
 from integr8s_idem.errors import StoreConfigurationError
@@ -76,7 +76,7 @@ class SqlOutbox:
         async with (
             self.turn(),
             guarded("claim", self._timeout, self._dialect.name),
-            writing(self._engine) as connection,
+            self._writing() as connection,
         ):
             locking = unclaimed.with_for_update(skip_locked=True, of=buckets)
             found = tuple((await connection.scalars(locking, times)).all())
@@ -103,7 +103,7 @@ class SqlOutbox:
         async with (
             self.turn(),
             guarded("done", self._timeout, self._dialect.name),
-            writing(self._engine) as connection,
+            self._writing() as connection,
         ):
             if ids and not self._dialect.reuses_ids:
                 # These are published, even if another relay owns the bucket by now.
@@ -114,6 +114,18 @@ class SqlOutbox:
                 # Otherwise another relay has deleted them, and new messages may have their ids.
                 await connection.execute(self._delete_rows(sorted(ids)))
             return is_held
+
+    @asynccontextmanager
+    async def _writing(self) -> AsyncIterator[AsyncConnection]:
+        """Open a transaction that locks buckets.
+
+        PostgreSQL ends it if this process is frozen within it, so that other relays get its buckets.
+        """
+        async with writing(self._engine) as connection:
+            if self._dialect.name == "postgresql":
+                limit = str(int(self._timeout.total_seconds() * 1000) + 1)  # a running process gives up before
+                await connection.execute(select(func.set_config("idle_in_transaction_session_timeout", limit, True)))
+            yield connection
 
     def _update_buckets(self, found: Sequence[int]) -> Update:
         change = update(buckets).where(buckets.c.bucket.in_(found))
