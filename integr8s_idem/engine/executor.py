@@ -76,8 +76,9 @@ class Executor(RunServices):
         super().__init__(config, client, observer)
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop in which a lease was last requested."""
-        self.loop_guard = LoopGuard(client.space.scope)
         self._leases = leases
+        self.loop_guard = LoopGuard(client.space.scope)
+        self.loop_guard.add(self.is_idle)
         self.verdicts = VerdictObserver(observer)
 
     def known_here(
@@ -375,6 +376,15 @@ class Executor(RunServices):
             self.leave_loop()
         self.loop, self.runs.pace = loop, pace_of(loop)
         self._leases.enter(loop)
+
+    def is_idle(self) -> bool:
+        """Whether no run and no call to the store is pending."""
+        return not (self.client.busy or self.runs.keys() or self._leases.held)
+
+    def share_loop(self, guard: LoopGuard) -> None:
+        """Use the event loop of another scope's manager."""
+        self.loop_guard = guard
+        guard.add(self.is_idle)
 
     def leave_loop(self) -> None:
         """Drop what belongs to an event loop that no longer runs, and would be waited for without end."""

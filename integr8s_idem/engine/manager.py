@@ -175,7 +175,7 @@ class IdempotencyManager:
             self.config, self.repository, self.observer, scope=scope, owner=self._given_owner, clock=self._clock
         )
         sibling._store_client.home = self._store_client.home
-        sibling.executor.loop_guard = self.executor.loop_guard
+        sibling.executor.share_loop(self.executor.loop_guard)
         sibling._by_scope = self._by_scope
         self._by_scope[scope] = sibling
         self._made.append(sibling)

@@ -24,6 +24,7 @@ from integr8s_idem._util.futures import fail_future
 from integr8s_idem.engine.active_runs import check_start, run_of
 from integr8s_idem.engine.fork_guard import fork_count
 from integr8s_idem.engine.leases import LateStartError
+from integr8s_idem.engine.loop_guard import LIBRARY_LOOPS
 from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import ApplicationError, ResultNotStoredError
 
@@ -62,6 +63,7 @@ class _Loop:
                 if sys.is_finalizing():
                     raise _no_loop("the interpreter is exiting")  # its thread would not run
                 self._loop = asyncio.new_event_loop()
+                LIBRARY_LOOPS.add(self._loop)
                 threading.Thread(target=self._loop.run_forever, name="integr8s-idem", daemon=True).start()
             return self._loop
 

@@ -185,12 +185,13 @@ def direct_exchange(connection: Any, loop: asyncio.AbstractEventLoop) -> DirectE
         stream, transport, parser = connection._reader, connection._writer._transport, connection._parser
         reader = parser._reader
         is_busy = bool(stream._buffer) or stream._eof or transport.is_closing()
+        is_foreign = stream._loop is not loop  # the driver raises an error that says so
         has_checks, timeout = connection.health_check_interval, connection.socket_timeout
     except AttributeError:
         return None  # not connected, or another version of the driver
     # Connections of a Sentinel's primary act on some errors when they read them.
     reads_itself = type(connection).read_response is not AbstractConnection.read_response
-    if is_busy or has_checks or reads_itself or type(reader) is not hiredis.Reader or reader.has_data():
+    if is_busy or is_foreign or has_checks or reads_itself or type(reader) is not hiredis.Reader or reader.has_data():
         return None
     kind = type(parser)
     if kind not in _PENDING:

@@ -45,6 +45,7 @@ def test_a_terminated_export_removes_its_temporary_file(tmp_path: Path, number: 
             cwd=tmp_path,
             stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
         )
         assert export.stderr is not None
         with export:

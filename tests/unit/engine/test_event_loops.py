@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import pytest
 
-from integr8s_idem import IdempotencyManager
+from integr8s_idem import IdempotencyManager, idempotent
 from integr8s_idem.config import IdempotencyConfig
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.records import Reserved
@@ -245,3 +246,32 @@ async def test_a_function_that_forks_and_ends_in_the_child_gets_an_application_e
         os._exit(9)
 
     assert in_parent == "7"
+
+
+async def test_a_loop_takes_over_a_manager_that_plain_functions_have_used() -> None:
+    manager = plain_manager()
+    plain = idempotent(key="plain:{number}", manager=manager)(lambda number: number)
+
+    assert await asyncio.to_thread(plain, 1) == 1
+    assert await manager.in_scope("depot").run("other", one) == 1
+    assert await manager.run("other", one) == 1
+    assert await asyncio.to_thread(plain, 2) == 2
+
+
+async def test_a_loop_does_not_take_a_manager_over_while_a_plain_function_is_running() -> None:
+    manager, started, may_end = plain_manager(), threading.Event(), threading.Event()
+
+    @idempotent(key="plain:{number}", manager=manager)
+    def plain(number: int) -> str:
+        started.set()
+        assert may_end.wait(SOON)
+        return "done"
+
+    running = asyncio.create_task(asyncio.to_thread(plain, 1))
+    assert await asyncio.to_thread(started.wait, SOON)
+    with pytest.raises(ApplicationError, match="wait for them"):
+        await manager.in_scope("depot").run("other", one)
+    may_end.set()
+
+    assert await running == "done"
+    assert await manager.run("other", one) == 1
