@@ -12,30 +12,15 @@ from typing import ClassVar
 
 from integr8s_idem.errors import ApplicationError
 
-_forks = 0
-"""Number of forks between the first process and this one.  Cheaper to compare than the process id, which is a call."""
-
-
-def fork_count() -> int:
-    """Return a number that changes in the child, and only there, when the process is forked."""
-    return _forks
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-    ForkGuard.forks_now = _forks
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_count_fork)
-
 
 class ForkGuard:
     """Remembers the process in which a manager was first used."""
 
     forks_now: ClassVar[int] = 0
-    """As `fork_count()`, for code that compares it for each event."""
+    """Number of forks between the first process and this one: it changes in the child, and only there.
+
+    Cheaper to compare than the process id, which is a call.
+    """
 
     def __init__(self, scope: str) -> None:
         self._scope = scope
@@ -45,7 +30,7 @@ class ForkGuard:
     @property
     def is_forked(self) -> bool:
         """Whether the manager was used before this process was forked."""
-        return self.forks is not None and self.forks != _forks
+        return self.forks is not None and self.forks != self.forks_now
 
     def check(self) -> None:
         """Check that the manager is used in its own process; the first call determines that process.
@@ -53,7 +38,7 @@ class ForkGuard:
         Raises:
             ApplicationError: It was used before this process was forked.
         """
-        if self.forks == _forks:
+        if self.forks == self.forks_now:
             return
         if self.forks is not None:
             raise ApplicationError(
@@ -62,4 +47,12 @@ class ForkGuard:
                 "parent. Make a manager and a store in each child, or start the children by the method "
                 '"spawn"'
             )
-        self.forks = _forks
+        self.forks = self.forks_now
+
+
+def _count_fork() -> None:
+    ForkGuard.forks_now += 1
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_count_fork)

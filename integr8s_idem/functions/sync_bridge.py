@@ -22,16 +22,13 @@ from typing import Any, Final, Protocol, TypeVar, cast
 
 from integr8s_idem._util.futures import fail_future
 from integr8s_idem.engine.active_runs import check_start, run_of
-from integr8s_idem.engine.fork_guard import fork_count
+from integr8s_idem.engine.fork_guard import ForkGuard
 from integr8s_idem.engine.leases import LateStartError
-from integr8s_idem.engine.loop_guard import LIBRARY_LOOPS
+from integr8s_idem.engine.loop_guard import LIBRARY_LOOPS, LOOK_EVERY
 from integr8s_idem.engine.work import Attempt
 from integr8s_idem.errors import ApplicationError, ResultNotStoredError
 
 T = TypeVar("T")
-
-LOOK_EVERY: Final = 0.5
-"""Seconds between checks of a waiting thread whether the event loop is still running."""
 
 
 class Here(Protocol):
@@ -124,14 +121,14 @@ def wait_for(loop: asyncio.AbstractEventLoop, guard: Callable[[Here], Coroutine[
         BaseException: Any error of `guard`.
     """
     # No `concurrent.futures.Future`: an interrupt could leave its lock locked, which the event loop needs as well.
-    forks = fork_count()
+    forks = ForkGuard.forks_now
     guarding = _Guarding(loop, guard)
     todo: Job | _End | None = None
     try:
         guarding.start()
         while isinstance(todo := guarding.next(todo), Job):
             todo.run()
-            if fork_count() != forks:
+            if ForkGuard.forks_now != forks:
                 raise ApplicationError(
                     "a guarded function forked the process and returned in the child, where no event loop is running: "
                     "end the child within the function with os._exit"

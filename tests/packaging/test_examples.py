@@ -123,6 +123,15 @@ async def worker(request: pytest.FixtureRequest, settings: Settings) -> AsyncIte
     await container.close()
 
 
+def lines_of(module: str) -> list[str]:
+    """Run an example with warnings as errors, and return what it prints."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-m", module], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
 def test_the_first_minute_charges_once() -> None:
     ran = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "first_minute.py")], capture_output=True, text=True, timeout=30
@@ -204,12 +213,7 @@ def test_an_existing_consumer_is_observed_and_then_guarded() -> None:
 
 
 def test_a_duplicate_payment_is_booked_once_in_the_handlers_transaction() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "examples.bookings"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == [
+    assert lines_of("examples.bookings") == [
         "mail: account 1 has 30",
         "bookings: 1 handled, 1 duplicates blocked",
         "mails: 1 handled, 0 duplicates blocked",
@@ -217,60 +221,29 @@ def test_a_duplicate_payment_is_booked_once_in_the_handlers_transaction() -> Non
 
 
 def test_a_nightly_job_that_runs_twice_has_each_invoice_mailed_once() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "examples.nightly_invoices"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    failed, *mails, handled = lines_of("examples.nightly_invoices")
 
-    assert ran.returncode == 0, ran.stderr
-    failed, *mails, handled = ran.stdout.splitlines()
     assert failed == "job: the disk is full, nothing is published"
     assert sorted(mails) == ["mail: invoice of order 7", "mail: invoice of order 8"]  # of two keys, so in any order
     assert handled == "mails: 2 handled, 2 duplicates blocked"
 
 
 def test_events_are_retried_discarded_and_dead_lettered_by_their_errors() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "examples.failures"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == [
+    assert lines_of("examples.failures") == [
         "2 handled, 1 discarded, 1 dead-lettered",
         "early: 2 attempts, invalid: 1 attempts, unlucky: 10 attempts, withdrawn: 1 attempts",
     ]
 
 
 def test_a_reconcile_function_finds_the_charges_of_earlier_attempts() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "examples.reconcile"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == [
+    assert lines_of("examples.reconcile") == [
         "4 handled, 2 of them without another run; charged: ['0', '1', '2', '3']",
         "1: Done, 2: Done, 2: Unknown, 3: NotDone",
     ]
 
 
 def test_two_processes_share_the_records_of_one_redis() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "examples.shared_store"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == ["first: refunding order 7", "first: refund-1", "second: refund-1"]
+    assert lines_of("examples.shared_store") == ["first: refunding order 7", "first: refund-1", "second: refund-1"]
 
 
 def test_every_entry_point_has_a_program() -> None:
@@ -287,16 +260,7 @@ def test_the_readme_names_the_program_of_every_entry_point() -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_every_entry_point_does_duplicate_work_once(entry: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-m", f"examples.entries.{entry}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == ENTRIES[entry]
+    assert lines_of(f"examples.entries.{entry}") == ENTRIES[entry]
 
 
 @pytest.mark.parametrize(
