@@ -8,11 +8,13 @@ process continue later, as after SIGSTOP and SIGCONT.  Threads are not simulated
 from __future__ import annotations
 
 import asyncio
+import inspect
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from enum import Enum
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from integr8s_idem._util.context_vars import SIMULATED_PROCESS
@@ -126,6 +128,7 @@ def processes_in_loop() -> Iterator[None]:
         if process is not None:
             process.tasks.append(task)
             task.add_done_callback(process.tasks.remove)
+            task.add_done_callback(partial(_close_unstarted, work))
         return task
 
     loop.set_task_factory(make)
@@ -133,6 +136,12 @@ def processes_in_loop() -> Iterator[None]:
         yield
     finally:
         loop.set_task_factory(before)
+
+
+def _close_unstarted(work: Coroutine[Any, Any, Any], _: asyncio.Task[Any]) -> None:
+    """Close `work` if its task was cancelled before its first step, or Python would warn that nobody awaited it."""
+    if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+        work.close()
 
 
 async def _controlled(process: Process, work: Coroutine[Any, Any, T]) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -76,6 +76,15 @@ class Process:
         await self.manager.close()
 
 
+async def gather_all(*steps: Coroutine[Any, Any, Receipt]) -> list[Receipt]:
+    """Run `steps` concurrently until all have ended, and raise the first error: none may outlive its test."""
+    ends = await asyncio.gather(*steps, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end
+    return [end for end in ends if isinstance(end, Receipt)]
+
+
 @dataclass
 class Fulfilment:
     """One order in four steps, two of them concurrent, with the counts of their effects."""
@@ -111,8 +120,8 @@ class Fulfilment:
                 return receipt
 
             reserved = await step("reserve", "at_least_once")
-            both = await asyncio.gather(charge(), step("book", "at_least_once"))
-            return [reserved, *both, await step("ship", "at_most_once")]
+            charged, booked = await gather_all(charge(), step("book", "at_least_once"))
+            return [reserved, charged, booked, await step("ship", "at_most_once")]
 
         return await process.manager.run(self.order, unit, wait_timeout=timedelta(seconds=30))
 
@@ -128,12 +137,13 @@ DONE = [Receipt("reserve", 1), Receipt("charge", 1), Receipt("book", 1), Receipt
 
 async def _run_after_a_crash_in(step: str, processes: Callable[[float], Process]) -> tuple[Counter[str], object]:
     """Return the effects and the result of an order after a process died in `step`."""
-    fulfilment, first = Fulfilment(f"order:{step}", dies_in=step), processes(LEASE)
+    fulfilment, first, second = Fulfilment(f"order:{step}", dies_in=step), processes(LEASE), processes(LEASE)
     dead = asyncio.create_task(fulfilment.run(first))
     await fulfilment.died.wait()
-    [end] = await asyncio.gather(fulfilment.run(processes(LEASE)), return_exceptions=True)
+    [end] = await asyncio.gather(fulfilment.run(second), return_exceptions=True)
     effects = fulfilment.effects.copy()
     await first.end(dead)
+    await second.manager.close()
     return effects, end
 
 

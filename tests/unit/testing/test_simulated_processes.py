@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -70,6 +72,26 @@ class TestProcess:
         await process.bury()
 
         assert seen == []
+
+    @pytest.mark.parametrize("state", ["running", "stalled", "dead"])
+    async def test_a_task_that_is_cancelled_before_its_first_step_leaves_no_warning(
+        self, process: Process, state: str
+    ) -> None:
+        async def work() -> None:
+            raise AssertionError("never started")
+
+        task = process.start(work())
+        if state != "running":
+            getattr(process, {"stalled": "stall", "dead": "die"}[state])()
+        task.cancel()
+        await process.bury()
+
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            del task
+            gc.collect()
+
+        assert [str(warning.message) for warning in warned] == []
 
     async def test_a_stalled_process_continues_where_it_stopped(self, process: Process) -> None:
         awaited = asyncio.Event()
