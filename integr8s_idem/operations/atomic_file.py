@@ -65,6 +65,13 @@ def _target(path: Path, *, replace: bool) -> Path:
         if not replace:
             raise ApplicationError(f"{path} already exists; choose another file, or use --force to overwrite it")
     try:
-        return path.resolve()
+        target = path.resolve()
     except RuntimeError as error:  # before Python 3.13
-        raise ApplicationError(f"cannot write {path}: its symbolic links form a loop") from error
+        raise _linked_in_a_loop(path) from error
+    if target.is_symlink():  # from Python 3.13 on
+        raise _linked_in_a_loop(path)
+    return target
+
+
+def _linked_in_a_loop(path: Path) -> ApplicationError:
+    return ApplicationError(f"cannot write {path}: its symbolic links form a loop")

@@ -203,7 +203,7 @@ def test_a_thread_that_is_interrupted_anywhere_leaves_no_run_behind(error: type[
         instructions += 1
 
     ask(manager.close())
-    assert instructions > 100
+    assert instructions > 50  # about 120 in Python 3.11, and 90 in 3.13
     assert manager.executor.runs.keys() == []
     records = [ask(manager.get(str(number))) for number in returned]
     lost = [record for record in records if record is None or record.status is not IdempotencyStatus.COMPLETED]

@@ -8,6 +8,8 @@ from datetime import timedelta
 import pytest
 from redis import exceptions as driver
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
 
 from integr8s_idem.errors import StoreConfigurationError, StoreError, StoreUnavailableError
 from integr8s_idem.stores.redis import RedisIdempotencyRepository
@@ -82,7 +84,7 @@ async def test_a_refused_connection_of_a_retrying_client_is_reported_as_refused(
     """The pauses of the driver between its attempts are longer than the timeout of a call."""
     with socket.create_server(("127.0.0.1", 0)) as server_socket:
         port = server_socket.getsockname()[1]
-    client = Redis(port=port)
+    client = Redis(port=port, retry=Retry(ConstantBackoff(60), 3))
     repository = RedisIdempotencyRepository(client, timeout=timedelta(seconds=2))
 
     with pytest.raises(StoreUnavailableError) as raised:
