@@ -66,7 +66,7 @@ async def by_the_queue_of_the_process(engine: AsyncEngine, held: Held) -> None:
 async def by_a_cancellation(engine: AsyncEngine, held: Held) -> None:
     async with engine.begin():
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(_execute(held), 0.05)
+            await asyncio.wait_for(asyncio.create_task(_execute(held)), 0.05)
 
 
 async def by_a_transaction_of_the_same_code(engine: AsyncEngine, held: Held) -> None:

@@ -176,6 +176,12 @@ class TimedExchange(DirectExchange):
         super()._fail(error)
 
 
+def is_lost(connection: Any) -> bool:
+    """Whether the server has closed the connection, which the driver may not have noticed."""
+    writer = getattr(connection, "_writer", None)
+    return writer is not None and bool(writer.transport.is_closing())
+
+
 def direct_exchange(connection: Any, loop: asyncio.AbstractEventLoop) -> DirectExchange | None:
     """Attach an exchange to `connection`; `None` if the driver's own methods are to be used.
 

@@ -9,8 +9,10 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import NoScriptError, ResponseError
 
+from integr8s_idem.stores.redis.direct_exchange import is_lost
 from integr8s_idem.stores.redis.errors import TooFewReplicasError
 from integr8s_idem.stores.redis.pools import QuickPool, ReadyConnection
 from integr8s_idem.stores.redis.scripts import LOADS, Command, Script, pack
@@ -111,6 +113,9 @@ def _send_all(ready: ReadyConnection, commands: Sequence[CommandSource]) -> Awai
 
 async def _send_by_driver(connection: Any, commands: Sequence[CommandSource]) -> list[Any]:
     for command in commands:
+        if is_lost(connection):
+            # From Python 3.12 on, asyncio's transports raise a TypeError or AttributeError for the driver's call.
+            raise LostConnectionError("the server has closed the connection")
         if callable(command):
             await connection.send_packed_command(pack(command()))
             await asyncio.sleep(0)  # lets uvloop write

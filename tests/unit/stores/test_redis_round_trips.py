@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,27 @@ async def test_the_last_retry_raises_the_error_of_the_connection(retries: int) -
         await send_over(connection)
 
     assert (connection.attempts, connection.released) == (retries + 1, 1)
+
+
+class ClosedConnection(Connection):
+    """Its server has closed it, which the driver has not noticed."""
+
+    def __init__(self) -> None:
+        super().__init__(1, AttributeError("'NoneType' object has no attribute '_add_writer'"))
+        self._writer: SimpleNamespace | None = SimpleNamespace(transport=SimpleNamespace(is_closing=lambda: True))
+
+    async def disconnect(self, **_: object) -> None:
+        await super().disconnect()
+        self.errors.clear()
+        self._writer = None
+
+
+async def test_a_command_over_a_closed_connection_is_sent_again_over_a_new_one() -> None:
+    """From Python 3.12 on, a closed transport of asyncio raises an error like that of a bug."""
+    connection = ClosedConnection()
+
+    assert await send_over(connection) == [b"one"]
+    assert (connection.attempts, connection.disconnects) == (1, 1)
 
 
 async def test_other_errors_are_not_retried() -> None:
