@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from datetime import timedelta
@@ -350,6 +351,65 @@ def test_steps_are_purged_with_their_unit(desk: Desk) -> None:
     assert json.loads(desk.changing("purge", "order:1", "--yes", "--json").stdout)["purged"] == 2
     assert [label for label in desk.labels() if not label.startswith("order:11")] == []
     assert len(desk.labels()) == 2
+
+
+async def _leave_steps(manager: IdempotencyManager) -> None:
+    """Leave a completed, a failed and a running unit, each with a completed step."""
+
+    async def fail() -> None:
+        await manager.steps().run("reserve", _reserve)
+        raise ValueError("no such account")
+
+    async def complete() -> None:
+        await manager.steps().run("reserve", _reserve)
+
+    await manager.run("completed", complete)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no such account"):
+            await manager.run("failed", fail)
+
+
+@pytest.mark.parametrize("hashed", ["", "[idempotency]\nhash_keys = true\n"], ids=["plain keys", "hashed keys"])
+def test_steps_are_purged_with_a_unit_that_matches_the_filter(tmp_path: Path, redis_url: str, hashed: str) -> None:
+    desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"', hashed)
+    desk.manage(_leave_steps)
+
+    assert json.loads(desk.changing("purge", "--status", "failed", "--yes", "--json").stdout)["purged"] == 2
+    assert Counter(one["status"] for one in desk.json_lines("list")) == {"completed": 2}
+    assert json.loads(desk.changing("purge", "--service", "billing", "--yes", "--json").stdout)["purged"] == 2
+    assert desk.labels() == []
+
+
+@pytest.mark.parametrize("selected", [("--service", "billing"), ("--all",), ("held",)])
+@pytest.mark.parametrize("hashed", ["", "[idempotency]\nhash_keys = true\n"], ids=["plain keys", "hashed keys"])
+def test_steps_of_a_held_unit_are_kept(tmp_path: Path, redis_url: str, hashed: str, selected: tuple[str, ...]) -> None:
+    desk = Desk(tmp_path, f'kind = "redis"\nurl = "{redis_url}"', hashed)
+
+    async def hold(manager: IdempotencyManager) -> list[int]:
+        async def work() -> list[int]:
+            await manager.steps().run("reserve", _reserve)
+            name = [manager.space.full(manager.space.key("held"))] if selected == ("held",) else list(selected)
+            # Commands run in a thread, since they start an event loop.
+            kept = await asyncio.to_thread(desk.changing, "purge", *name, "--yes", "--json")
+            labels = await asyncio.to_thread(desk.labels)
+            purged = await asyncio.to_thread(desk.changing, "purge", *name, "--in-progress", "--yes", "--json")
+            return [json.loads(kept.stdout)["purged"], len(labels), json.loads(purged.stdout)["purged"]]
+
+        return await manager.run("held", work)
+
+    assert desk.manage(hold) == [0, 2, 2]
+
+
+def test_a_step_whose_unit_is_gone_is_purged_if_it_matches(desk: Desk) -> None:
+    async def orphan(manager: IdempotencyManager) -> None:
+        await _leave_steps(manager)
+        await manager.repository.delete([manager.space.full(manager.space.key("completed"))])
+
+    desk.manage(orphan)
+
+    assert json.loads(desk.changing("purge", "--older-than", "1h", "--yes", "--json").stdout)["purged"] == 0
+    assert json.loads(desk.changing("purge", "--status", "completed", "--yes", "--json").stdout)["purged"] == 1
+    assert desk.labels() == ["failed", "failed (step in place 0)"]
 
 
 @pytest.mark.parametrize("how", ["by its name", "by its full key"])

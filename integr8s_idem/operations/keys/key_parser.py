@@ -48,6 +48,11 @@ class ParsedKey:
         """The full key of the first generation of the unit of work, also for its steps."""
         return self.full.partition(";")[0]
 
+    @property
+    def unit_generation(self) -> str:
+        """The full key of this generation of the unit of work, also for its steps."""
+        return generation_key(self.unit, self.generation)
+
 
 def parse_key(full: str, prefix: str) -> ParsedKey:
     """Parse `full`; an unknown format has only a `value`."""

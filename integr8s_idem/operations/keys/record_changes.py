@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from integr8s_idem.config import Settings
-from integr8s_idem.keys import generation_key
+from integr8s_idem.engine.step_slots import step_name
+from integr8s_idem.keys import KeySpace
 from integr8s_idem.operations.keys.key_parser import (
     ParsedKey,
     check_name,
@@ -26,7 +27,7 @@ from integr8s_idem.operations.keys.record_reader import (
     AnyRecord,
     matching_records,
     read_records,
-    read_steps,
+    read_steps_of_units,
     require_admin,
     scan_records,
 )
@@ -167,16 +168,48 @@ class RecordChanger:
     async def _purgeable(
         self, selection: Selection, in_progress: bool, summary: ChangeSummary
     ) -> AsyncIterator[ParsedRecord]:
-        async for found, parsed in self.select(selection, summary):
-            if isinstance(found, Corrupt):
-                if selection.names or "corrupt" in selection.record_filter.states:
-                    yield found, parsed
-                else:
-                    summary.skipped[CORRUPT] += 1
-            elif RecordState(found).lease in (Lease.HELD, Lease.SCHEDULED) and not in_progress:
-                summary.skipped[HELD] += 1
-            else:
-                yield found, parsed
+        """Yield records with their steps: the next run skips steps that remain, and repeats steps that are gone."""
+        async for batch in _batches(self.select(selection, summary)):
+            units = [
+                one
+                for one in batch
+                if not _is_step(*one) and self._is_purgeable(one[0], selection, in_progress, summary)
+            ]
+            chosen = {one[0].key: one for one in [*units, *await self._steps_of([parsed for _, parsed in units])]}
+            others = [one for one in batch if _is_step(*one) and one[0].key not in chosen]
+            for one in [*chosen.values(), *await self._separate_steps(others, selection, in_progress, summary)]:
+                yield one
+
+    def _is_purgeable(self, found: AnyRecord, selection: Selection, in_progress: bool, summary: ChangeSummary) -> bool:
+        if isinstance(found, Corrupt):
+            if selection.names or "corrupt" in selection.record_filter.states:
+                return True
+            summary.skipped[CORRUPT] += 1
+        elif _is_held(found) and not in_progress:
+            summary.skipped[HELD] += 1
+        else:
+            return True
+        return False
+
+    async def _separate_steps(
+        self, steps: Sequence[ParsedRecord], selection: Selection, in_progress: bool, summary: ChangeSummary
+    ) -> Sequence[ParsedRecord]:
+        """Return the steps to delete although their unit is not: it is gone, or the full key of the step is named."""
+        units = {found.key: parsed.unit_generation for found, parsed in steps if parsed.step is not None}
+        # Steps are read again: they may have been deleted with their unit since.
+        existing = await read_records(self._repository, [*units.values(), *(found.key for found, _ in steps)])
+        chosen: list[ParsedRecord] = []
+        for found, parsed in steps:
+            unit = existing.get(units.get(found.key, ""))
+            is_alone = found.key in units and unit is None and found.key in existing
+            if isinstance(unit, IdempotencyRecord) and _is_held(unit) and not in_progress:
+                if found.key in selection.names:
+                    summary.skipped[HELD] += 1
+            elif is_alone and not selection.record_filter.matches(found, parsed):
+                summary.skipped[FILTERED] += 1
+            elif is_alone or found.key in selection.names:
+                chosen.append((found, parsed))
+        return chosen
 
     async def select(self, selection: Selection, summary: ChangeSummary) -> AsyncGenerator[ParsedRecord, None]:
         """Yield the selected records and their steps; names without a record are added to `summary.unmatched`."""
@@ -195,7 +228,7 @@ class RecordChanger:
                 if found.key in seen:
                     continue
                 seen.add(found.key)
-                if selection.record_filter.matches(found, parsed):
+                if _is_step(found, parsed) or selection.record_filter.matches(found, parsed):
                     yield found, parsed
                 else:
                     summary.skipped[FILTERED] += 1
@@ -217,13 +250,28 @@ class RecordChanger:
                     yield step
 
     async def _steps(self, full: str) -> Sequence[AnyRecord]:
-        parsed = parse_key(full, self._prefix)
-        config = self._settings.idempotency_for(parsed.scope)
-        space = key_space(parsed, self._prefix, hash_keys=config.hash_keys)
-        if space is None or parsed.step is not None:
-            return ()
-        unit = generation_key(parsed.unit, parsed.generation)
-        return list((await read_steps(self._repository, space, unit)).values())
+        return [found for found, _ in await self._steps_of([parse_key(full, self._prefix)])]
+
+    async def _steps_of(self, units: Sequence[ParsedKey]) -> list[ParsedRecord]:
+        spaces: dict[str, KeySpace] = {}
+        for parsed in units:
+            config = self._settings.idempotency_for(parsed.scope)
+            space = key_space(parsed, self._prefix, hash_keys=config.hash_keys)
+            if space is not None and parsed.step is None:
+                spaces[parsed.unit_generation] = space
+        steps = await read_steps_of_units(self._repository, spaces)
+        return [(found, parse_key(found.key, self._prefix)) for found in steps]
+
+
+def _is_held(record: IdempotencyRecord) -> bool:
+    return RecordState(record).lease in (Lease.HELD, Lease.SCHEDULED)
+
+
+def _is_step(found: AnyRecord, parsed: ParsedKey) -> bool:
+    """Return whether this is a readable record of a step; of a hashed key, only its result shows it."""
+    if isinstance(found, Corrupt):
+        return False
+    return parsed.step is not None or (found.result is not None and bool(step_name(found.result)))
 
 
 async def _batches(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -74,6 +74,23 @@ async def read_steps(repository: IdempotencyRepository, space: KeySpace, unit: s
             break
         found |= {keys[key]: record for key, record in page.items()}
     return found
+
+
+async def read_steps_of_units(repository: IdempotencyRepository, spaces: Mapping[str, KeySpace]) -> Sequence[AnyRecord]:
+    """Return the records of the steps of several units.  `spaces` has the full key of each unit and its key space."""
+    found: dict[str, AnyRecord] = {}
+    units = list(spaces)
+    for begin in range(0, _MAX_STEPS, _STEP_BATCH_SIZE):
+        places = range(begin, begin + _STEP_BATCH_SIZE)
+        units_by_key = {
+            spaces[unit].full(spaces[unit].step(unit, "", place)): unit for unit in units for place in places
+        }
+        page = await read_records(repository, list(units_by_key))
+        if not page:
+            break
+        found |= page
+        units = list(dict.fromkeys(units_by_key[key] for key in page))
+    return list(found.values())
 
 
 async def scan_records(
