@@ -163,7 +163,8 @@ def example_command(application: AppOption = None) -> None:
     """Print a settings.toml with every setting, its default and its purpose."""
 
     def example() -> int:
-        write_text(example_settings(load_application(application).settings_type if application else Settings))
+        platform = optional_application(application)
+        write_text(example_settings(platform.settings_type if platform else Settings))
         return 0
 
     raise typer.Exit(exit_status_of(example))

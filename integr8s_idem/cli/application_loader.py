@@ -42,7 +42,7 @@ def load_application(target: str) -> Platform:
 
 def optional_application(target: str | None) -> Platform | None:
     """Load `target`, or return `None` if it is not given."""
-    return load_application(target) if target else None
+    return load_application(target) if target is not None else None
 
 
 def select_services(platform: Platform, names: Sequence[str]) -> list[Service]:

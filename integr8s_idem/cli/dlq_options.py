@@ -76,8 +76,8 @@ class Filters:
             event_types=tuple(self.event_types or ()),
             keys=tuple(self.keys or ()),
             groups=tuple(map(checked_group_id, self.groups or ())),
-            since=parse_time(self.since, now) if self.since else None,
-            until=parse_time(self.until, now) if self.until else None,
+            since=parse_time(self.since, now) if self.since is not None else None,
+            until=parse_time(self.until, now) if self.until is not None else None,
         )
 
 

@@ -331,8 +331,8 @@ def _wanted(
         tuple(event_types or ()),
         tuple(owners or ()),
         lease_ended,
-        parse_duration(older_than) if older_than else None,
-        parse_duration(newer_than) if newer_than else None,
+        parse_duration(older_than) if older_than is not None else None,
+        parse_duration(newer_than) if newer_than is not None else None,
     )
 
 

@@ -212,6 +212,13 @@ def test_the_example_contains_the_sections_of_an_application() -> None:
         (["settings", "check", "--app", "cli_shop:platfrm"], "did you mean cli_shop:platform?"),
         (["run"], "Missing argument"),
         (["settings", "chek"], "No such command"),
+        # As with "$AGE" of a variable that is not set.
+        (["keys", "purge", "--service", "billing", "--older-than", ""], 'invalid duration ""'),
+        (["keys", "list", "--newer-than", ""], 'invalid duration ""'),
+        (["dlq", "replay", "--since", ""], 'invalid time ""'),
+        (["dlq", "list", "--until", ""], 'invalid time ""'),
+        (["dlq", "replay", "--app", ""], 'invalid application ""'),
+        (["settings", "example", "--app", ""], 'invalid application ""'),
     ],
 )
 def test_invalid_arguments_are_reported_on_stderr_with_status_2(arguments: list[str], shown: str) -> None:
