@@ -14,9 +14,10 @@ def main() -> None:
     """
     try:
         # Imported here, so that importing the package stays cheap, and that Ctrl-C during the import has no traceback.
-        from integr8s_idem.cli.standard_streams import open_missing_streams
+        from integr8s_idem.cli.standard_streams import escape_unencodable_text, open_missing_streams
 
         open_missing_streams()
+        escape_unencodable_text()
         from integr8s_idem.cli.app import app
 
         app(prog_name="integr8s-idem")

@@ -1,9 +1,10 @@
-"""Open the standard streams that were closed when the process started, as after `<&-` or `2>&-` in a shell."""
+"""Prepare the standard streams: open those that are closed, and escape characters that they cannot encode."""
 
 from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
 from typing import Final
 
 _MODES: Final = {"stdin": "r", "stdout": "w", "stderr": "w"}
@@ -11,7 +12,9 @@ _MODES: Final = {"stdin": "r", "stdout": "w", "stderr": "w"}
 
 
 def open_missing_streams() -> None:
-    """Open /dev/null on the standard descriptors that are closed, and give Python the streams that it lacks.
+    """Open /dev/null on the standard descriptors that are closed, as after `<&-` or `2>&-` in a shell.
+
+    Also gives Python the streams that it lacks.
 
     Call this before anything else opens a file or a socket.  The system reuses the lowest free descriptor, so that a
     socket could become descriptor 2: what other code prints would be written to it, and uvloop aborts the process when
@@ -27,6 +30,16 @@ def open_missing_streams() -> None:
             null = os.open(os.devnull, os.O_RDWR)
             stream = open(null, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
+
+
+def escape_unencodable_text() -> None:
+    """Write characters that are not in the encoding of standard output as escapes such as `\\u20ac`.
+
+    Python raises an error for them by default, for example in a locale with ISO 8859-1.
+    """
+    stream = sys.stdout
+    if isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def _is_open(descriptor: int) -> bool:

@@ -32,7 +32,9 @@ def desk(tmp_path: Path, redis_url: str) -> Desk:
     return desk
 
 
-def ran(desk: Desk, *arguments: str, output: IO[str] | None = None) -> subprocess.CompletedProcess[str]:
+def ran(
+    desk: Desk, *arguments: str, output: IO[str] | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run the command without a terminal."""
     return subprocess.run(
         [sys.executable, "-m", "integr8s_idem", "keys", *arguments],
@@ -41,8 +43,14 @@ def ran(desk: Desk, *arguments: str, output: IO[str] | None = None) -> subproces
         stdout=output or subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="backslashreplace",
         timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_STATE_HOME": str(desk.folder / "state")},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "XDG_STATE_HOME": str(desk.folder / "state"),
+            **(env or {}),
+        },
     )
 
 
@@ -73,6 +81,16 @@ def test_each_command_works_in_a_pipe(desk: Desk, arguments: Sequence[str], stat
 
     assert (answer.returncode, text in answer.stdout) == (status, True), answer
     assert "\x1b" not in answer.stdout + answer.stderr
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_characters_that_the_output_cannot_encode_are_escaped(desk: Desk, encoding: str) -> None:
+    desk.take("ü€")
+
+    answer = ran(desk, "show", "idempotency:billing::%C3%BC%E2%82%AC", env={"PYTHONIOENCODING": encoding})
+
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "u20ac\n" in answer.stdout.partition("value")[2]
 
 
 def test_without_a_terminal_confirmation_is_required(desk: Desk) -> None:
