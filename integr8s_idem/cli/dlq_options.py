@@ -12,6 +12,7 @@ import typer
 
 from integr8s_idem.cli.application_loader import optional_application
 from integr8s_idem.cli.embedded_servers import command_settings
+from integr8s_idem.errors import ApplicationError
 from integr8s_idem.operations.dead_letter_filter import DeadLetterFilter, parse_time
 from integr8s_idem.operations.dead_letter_groups import checked_group_id
 from integr8s_idem.operations.dead_letter_search import Search
@@ -68,6 +69,8 @@ class Filters:
     groups: Sequence[str] | None = None
 
     def parsed(self) -> DeadLetterFilter:
+        if "" in (self.errors or ()):  # every message contains it
+            raise ApplicationError("--error is empty; omit it to match all errors")
         now = datetime.now(UTC)
         return DeadLetterFilter(
             services=tuple(self.services or ()),

@@ -217,6 +217,7 @@ def test_the_example_contains_the_sections_of_an_application() -> None:
         (["keys", "list", "--newer-than", ""], 'invalid duration ""'),
         (["dlq", "replay", "--since", ""], 'invalid time ""'),
         (["dlq", "list", "--until", ""], 'invalid time ""'),
+        (["dlq", "replay", "--error", ""], "--error is empty"),
         (["dlq", "replay", "--app", ""], 'invalid application ""'),
         (["settings", "example", "--app", ""], 'invalid application ""'),
     ],
