@@ -185,8 +185,8 @@ class MessageGuard(BaseMiddleware[Any, Any]):
         """Give each published message the same event id in every run, so that consumers detect duplicates."""
         if not self._is_guarded:
             return await call_next(cmd)
-        # Messages of one batch share their headers, and must not share an id.
-        if self._unit is not None and "event_id" not in cmd.headers and len(cmd.batch_bodies) == 1:
+        # Messages of one batch share their headers, and must not share an id.  The list lacks a body that is `None`.
+        if self._unit is not None and "event_id" not in cmd.headers and len(cmd.batch_bodies) <= 1:
             cmd.headers["event_id"] = derived_event_id(self._unit, self._published)
         self._published += 1
         failures = 0

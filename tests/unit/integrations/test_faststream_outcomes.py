@@ -171,6 +171,18 @@ async def test_messages_published_in_one_batch_do_not_share_an_event_id() -> Non
     assert received == [("1", None), ("2", None)]
 
 
+async def test_a_published_message_without_a_body_has_an_event_id() -> None:
+    shop = Shop()
+    shop.add_subscriber(None)
+    shop.before_publishing(_nothing)
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+    assert [body for body, _ in shop.sent] == [None, None]
+    [event_id] = {headers.get("event_id") for _, headers in shop.sent}
+    assert event_id is not None
+
+
 async def test_publishing_is_retried_without_running_the_handler_again() -> None:
     shop, refusals = Shop(max_attempts=1), [KafkaTimeoutError("no"), KafkaTimeoutError("no"), KafkaTimeoutError("no")]
     shop.add_subscriber({"receipt": "1"})
