@@ -187,7 +187,8 @@ class MessageGuard(BaseMiddleware[Any, Any]):
             return await call_next(cmd)
         # Messages of one batch share their headers, and must not share an id.  The list lacks a body that is `None`.
         if self._unit is not None and "event_id" not in cmd.headers and len(cmd.batch_bodies) <= 1:
-            cmd.headers["event_id"] = derived_event_id(self._unit, self._published)
+            # A copy: the dictionary belongs to the handler's response, which other publishers send as well.
+            cmd.headers = {**cmd.headers, "event_id": derived_event_id(self._unit, self._published)}
         self._published += 1
         failures = 0
         while True:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiokafka.errors import KafkaTimeoutError, MessageSizeTooLargeError
 from faststream import AckPolicy, BaseMiddleware
-from faststream.kafka import KafkaBroker, KafkaMessage, TestKafkaBroker
+from faststream.kafka import KafkaBroker, KafkaMessage, KafkaResponse, TestKafkaBroker
 from faststream.kafka.message import KafkaAckableMessage
 
 from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
@@ -181,6 +181,25 @@ async def test_a_published_message_without_a_body_has_an_event_id() -> None:
     assert [body for body, _ in shop.sent] == [None, None]
     [event_id] = {headers.get("event_id") for _, headers in shop.sent}
     assert event_id is not None
+
+
+async def test_a_reply_and_a_published_message_of_one_response_do_not_share_an_event_id() -> None:
+    shop, ids = Shop(), list[str]()
+    answer = KafkaResponse({"receipt": "1"}, headers={"kind": "receipt"})
+    shop.add_subscriber(answer)
+
+    @shop.broker.subscriber("receipts", "replies")
+    async def receive(receipt: Any, message: KafkaMessage) -> None:
+        ids.append(message.headers["event_id"])
+
+    async with TestKafkaBroker(shop.broker):
+        for event_id in ("e-1", "e-2", "e-1"):
+            headers = {"event_id": event_id}
+            await shop.broker.publish({"order": "7"}, "orders", headers=headers, reply_to="replies")
+
+    assert len(set(ids)) == 4
+    assert ids[4:] == ids[:2]
+    assert answer.headers == {"kind": "receipt"}
 
 
 async def test_publishing_is_retried_without_running_the_handler_again() -> None:
