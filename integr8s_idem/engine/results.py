@@ -40,6 +40,9 @@ OCTETS: Final = "application/octet-stream"
 NOT_KEPT: Final = object()
 """Marks a result that is not stored, because it is too large or of an unsupported kind."""
 
+NO_RESULT: Final = object()
+"""Marks work without a result, of which nothing is stored or dropped."""
+
 _DISCARDED: Final = "text/plain; outcome=discarded"
 """Content type of the error of work that a rule has discarded.  Its record is completed, and has this as its result."""
 

@@ -23,7 +23,7 @@ from integr8s_idem.engine.coalescer import Coalescer
 from integr8s_idem.engine.error_text import describe_error
 from integr8s_idem.engine.fork_guard import ForkGuard
 from integr8s_idem.engine.request_batches import requests_of, retention_rule
-from integr8s_idem.engine.results import NOT_KEPT, discarded_result, encode_result
+from integr8s_idem.engine.results import NO_RESULT, NOT_KEPT, discarded_result, encode_result
 from integr8s_idem.engine.work import Isolation, WaitForStore, Work
 from integr8s_idem.errors import (
     LeaseLostError,
@@ -394,7 +394,7 @@ class StoreClient:
         return task
 
     def _result_to_keep(self, key: str, value: object, event_type: str) -> tuple[StoredResult | None, bool]:
-        if not self._config.enable_result_caching and not isinstance(value, StoredResult):
+        if value is NO_RESULT or (not self._config.enable_result_caching and not isinstance(value, StoredResult)):
             return None, False
         stored, why = None, ""
         if value is not NOT_KEPT:

@@ -18,6 +18,7 @@ from faststream.message import StreamMessage
 
 from integr8s_idem.engine.failure_policy import FailurePolicy
 from integr8s_idem.engine.manager import IdempotencyManager
+from integr8s_idem.engine.results import NO_RESULT
 from integr8s_idem.engine.work import Discarded, HandlerFailed, Work
 from integr8s_idem.errors import (
     IdempotencyError,
@@ -89,7 +90,8 @@ class MessageGuard(BaseMiddleware[Any, Any]):
         self._manager = settings.manager
         self._subscriber: Any = context.get_local("handler_")
         self._runs = MessageRuns(settings.manager)
-        self._value: Any = None
+        self._value: Any = NO_RESULT
+        """What the handler returned, unless it raised."""
         self._unit: str | None = None
         """The full key of a single message; the event ids of its published messages are derived from it."""
         self._published = 0

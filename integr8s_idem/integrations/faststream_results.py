@@ -41,8 +41,8 @@ def replayed(done: Completed) -> Any:
     """Return the result of the first run, for FastStream to publish it again.
 
     Raises:
-        AckMessage: The result was not stored or cannot be read.  No published message is missing, because a record
-            is completed after its messages are sent.
+        AckMessage: There is no result, or it was not stored or cannot be read.  No published message is missing,
+            because a record is completed after its messages are sent.
     """
     result = done.result
     if result is None:

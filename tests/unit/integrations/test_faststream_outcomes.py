@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiokafka.errors import KafkaTimeoutError, MessageSizeTooLargeError
 from faststream import AckPolicy, BaseMiddleware
+from faststream.exceptions import AckMessage
 from faststream.kafka import KafkaBroker, KafkaMessage, KafkaResponse, TestKafkaBroker
 from faststream.kafka.message import KafkaAckableMessage
 
@@ -200,6 +201,26 @@ async def test_a_reply_and_a_published_message_of_one_response_do_not_share_an_e
     assert len(set(ids)) == 4
     assert ids[4:] == ids[:2]
     assert answer.headers == {"kind": "receipt"}
+
+
+async def test_a_duplicate_of_a_message_that_the_handler_acknowledged_publishes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shop = Shop()
+
+    @shop.broker.subscriber("orders", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)
+    @shop.broker.publisher("receipts")
+    async def charge(order: Any) -> None:
+        shop.runs.append(order)
+        raise AckMessage
+
+    shop.before_publishing(_nothing)
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+    assert (len(shop.runs), shop.sent) == (1, [])
+    assert shop.settled == ["AckMessage", "AckMessage"]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_publishing_is_retried_without_running_the_handler_again() -> None:
