@@ -256,7 +256,8 @@ class MessageGuard(BaseMiddleware[Any, Any]):
         return False
 
     async def _finish(self) -> None:
-        ends = await self._runs.finish(stored(self._value) if len(self._runs) == 1 else None)
+        is_kept = self._manager.config.enable_result_caching
+        ends = await self._runs.finish(stored(self._value, is_kept=is_kept) if len(self._runs) == 1 else None)
         for end in ends:
             if isinstance(end, LeaseLostError | StoreError):
                 logger.warning("%s", end)

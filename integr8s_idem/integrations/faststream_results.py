@@ -26,9 +26,12 @@ def materialized(value: Any, name: str | None) -> Any:
 _RESPONSE: Final = "; response"
 
 
-def stored(value: Any) -> Any:
-    """Convert a handler's result for the store.  Of a `Response`, the body and the headers are stored."""
-    if not isinstance(value, Response):
+def stored(value: Any, *, is_kept: bool) -> Any:
+    """Convert a handler's result for the store.  Of a `Response`, the body and the headers are stored.
+
+    `is_kept`: whether results are stored at all.
+    """
+    if not is_kept or not isinstance(value, Response):
         return value
     try:
         body, head = encode_result(value.body), encode_result(value.headers)

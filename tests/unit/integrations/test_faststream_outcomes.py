@@ -124,9 +124,10 @@ async def test_a_duplicate_whose_result_was_too_large_to_keep_is_acknowledged() 
     assert shop.settled == ["ack", "AckMessage"]
 
 
-async def test_a_duplicate_publishes_nothing_if_results_are_not_stored() -> None:
+@pytest.mark.parametrize("answer", [{"receipt": "1"}, KafkaResponse({"receipt": "1"})])
+async def test_a_duplicate_publishes_nothing_if_results_are_not_stored(answer: Any) -> None:
     shop = Shop(enable_result_caching=False)
-    shop.add_subscriber({"receipt": "1"})
+    shop.add_subscriber(answer)
     shop.before_publishing(_nothing)
 
     async with TestKafkaBroker(shop.broker):
