@@ -8,9 +8,9 @@ from typing import Any, Final
 from faststream.exceptions import AckMessage
 from faststream.response import Response
 
-from integr8s_idem.engine.results import decode_result, encode_result, repeatable
+from integr8s_idem.engine.results import NO_RESULT, OCTETS, decode_result, encode_result, repeatable
 from integr8s_idem.errors import ResultDecodeError, ResultDroppedError
-from integr8s_idem.records import Completed, StoredResult
+from integr8s_idem.records import JSON, Completed, StoredResult
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,25 @@ def stored(value: Any, *, is_kept: bool) -> Any:
 
     `is_kept`: whether results are stored at all.
     """
-    if not is_kept or not isinstance(value, Response):
+    if not is_kept or isinstance(value, str) or value is NO_RESULT:
         return value
+    is_response = isinstance(value, Response)
+    body, headers = (value.body, value.headers) if is_response else (value, {})
     try:
-        body, head = encode_result(value.body), encode_result(value.headers)
+        encoded = encode_result(body)
+        if _is_json_string(encoded) and not isinstance(body, str):
+            # A date, for example: FastStream publishes it as JSON, and would publish a restored string as plain text.
+            encoded, headers = StoredResult(encoded.body, OCTETS), {"content-type": JSON, **headers}
+        elif not is_response:
+            return encoded
+        head = encode_result(headers)
     except Exception:  # noqa: BLE001  # user-defined serializers may raise; the work is done, so drop the result
         return value
-    return StoredResult(head.body + b"\n" + body.body, body.content_type + _RESPONSE)
+    return StoredResult(head.body + b"\n" + encoded.body, encoded.content_type + _RESPONSE)
+
+
+def _is_json_string(encoded: StoredResult) -> bool:
+    return encoded.content_type == JSON and encoded.body.startswith(b'"')
 
 
 def replayed(done: Completed) -> Any:

@@ -6,7 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import date
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 import pytest
 from aiokafka.errors import KafkaTimeoutError, MessageSizeTooLargeError
@@ -183,6 +186,31 @@ async def test_a_published_message_without_a_body_has_an_event_id() -> None:
     assert [body for body, _ in shop.sent] == [None, None]
     [event_id] = {headers.get("event_id") for _, headers in shop.sent}
     assert event_id is not None
+
+
+@pytest.mark.parametrize("value", [Decimal("7.0"), date(2026, 1, 2), UUID(int=1), "7.0", b"7.0", 7.0, ["7.0"]])
+@pytest.mark.parametrize("answer", [lambda value: value, KafkaResponse])
+async def test_a_duplicate_publishes_the_same_bytes_so_that_the_next_subscriber_drops_them(
+    value: Any, answer: Any
+) -> None:
+    shop, sent = Shop(), list[tuple[bytes, Any]]()
+    shop.add_subscriber(answer(value))
+
+    @shop.broker.subscriber("receipts", group_id="archive", ack_policy=AckPolicy.NACK_ON_ERROR)
+    async def receive(receipt: Any) -> None:
+        shop.runs.append(receipt)
+
+    @shop.broker.subscriber("receipts")
+    async def watch(message: KafkaMessage) -> None:
+        sent.append((message.body, message.content_type))
+
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+
+    assert len(shop.runs) == 2
+    assert sent[0] == sent[1]
+    assert shop.given_up == []
 
 
 async def test_a_reply_and_a_published_message_of_one_response_do_not_share_an_event_id() -> None:
