@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from typing import Any, Final
+from urllib.parse import quote, unquote_to_bytes
 
 from faststream.exceptions import AckMessage
+from faststream.kafka import KafkaResponse
 from faststream.response import Response
 
 from integr8s_idem.engine.results import NO_RESULT, OCTETS, decode_result, encode_result, repeatable
@@ -24,10 +26,12 @@ def materialized(value: Any, name: str | None) -> Any:
 
 
 _RESPONSE: Final = "; response"
+_KEY: Final = "; key="
+"""Follows `_RESPONSE`; earlier versions ignore it."""
 
 
 def stored(value: Any, *, is_kept: bool) -> Any:
-    """Convert a handler's result for the store.  Of a `Response`, the body and the headers are stored.
+    """Convert a handler's result for the store.  Of a `Response`, the body, the headers and the key are stored.
 
     `is_kept`: whether results are stored at all.
     """
@@ -45,7 +49,10 @@ def stored(value: Any, *, is_kept: bool) -> Any:
         head = encode_result(headers)
     except Exception:  # noqa: BLE001  # user-defined serializers may raise; the work is done, so drop the result
         return value
-    return StoredResult(head.body + b"\n" + encoded.body, encoded.content_type + _RESPONSE)
+    media_type = encoded.content_type + _RESPONSE
+    if is_response and isinstance(key := value.get_publish_key(), bytes):
+        media_type += _KEY + quote(key, safe="")
+    return StoredResult(head.body + b"\n" + encoded.body, media_type)
 
 
 def _is_json_string(encoded: StoredResult) -> bool:
@@ -64,13 +71,15 @@ def replayed(done: Completed) -> Any:
         if done.result_dropped:
             logger.warning("%s", ResultDroppedError(done.key))
         raise AckMessage
-    kind, mark, _ = result.content_type.partition(_RESPONSE)
+    kind, mark, options = result.content_type.partition(_RESPONSE)
     try:
         if not mark:
             return decode_result(done.key, result)
         head, _, body = result.body.partition(b"\n")
         headers = decode_result(done.key, StoredResult(head))
-        return Response(decode_result(done.key, StoredResult(body, kind)), headers=headers)
+        _, _, key = options.partition(_KEY)
+        value = decode_result(done.key, StoredResult(body, kind))
+        return KafkaResponse(value, headers=headers, key=unquote_to_bytes(key) or None)
     except ResultDecodeError as error:
         logger.warning("%s", error)
         raise AckMessage from error

@@ -213,6 +213,24 @@ async def test_a_duplicate_publishes_the_same_bytes_so_that_the_next_subscriber_
     assert shop.given_up == []
 
 
+@pytest.mark.parametrize("key", [b"order-7", b"\x00; key=%", None])
+async def test_a_duplicate_publishes_a_response_with_its_key(key: bytes | None) -> None:
+    shop, keys = Shop(), list[bytes | None]()
+    shop.add_subscriber(KafkaResponse({"receipt": "1"}, key=key))
+
+    class Watch(BaseMiddleware[Any, Any]):
+        async def publish_scope(self, call_next: Any, cmd: Any) -> Any:
+            if cmd.destination == "receipts":
+                keys.append(cmd.key)
+            return await call_next(cmd)
+
+    shop.broker.add_middleware(Watch)
+    async with TestKafkaBroker(shop.broker):
+        await shop.place()
+        await shop.place()
+    assert keys == [key, key]
+
+
 async def test_a_reply_and_a_published_message_of_one_response_do_not_share_an_event_id() -> None:
     shop, ids = Shop(), list[str]()
     answer = KafkaResponse({"receipt": "1"}, headers={"kind": "receipt"})
