@@ -78,9 +78,10 @@ class IdempotencyMiddleware:
 
         Raises:
             SubscriberError: A subscriber acknowledges messages before they are handled, or manually; or it has no
-                stable name, or the name of another subscriber of its group.
+                stable name, or the name of another subscriber of its group.  One of another broker is found at the
+                first message.
         """
         for subscriber in broker.subscribers:
-            check_subscriber(subscriber, broker)
+            check_subscriber(subscriber, broker.subscribers)
             if self._settings.policy is not None:
                 refuse_batches(subscriber)

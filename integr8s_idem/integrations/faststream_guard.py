@@ -140,7 +140,8 @@ class MessageGuard(BaseMiddleware[Any, Any]):
         if self._subscriber in self._settings.names:
             return
         try:
-            check_subscriber(self._subscriber, self.context.get_local("broker"))
+            of_other_brokers = (each for each in self._settings.names if each.running)
+            check_subscriber(self._subscriber, [*self.context.get_local("broker").subscribers, *of_other_brokers])
         except SubscriberError as error:
             logger.error("%s", error)
             await msg.nack()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 from faststream import AckPolicy
@@ -38,8 +39,10 @@ def has_group(subscriber: Any) -> bool:
     return bool(getattr(subscriber, "group_id", None))
 
 
-def check_subscriber(subscriber: Any, broker: Any) -> None:
+def check_subscriber(subscriber: Any, others: Iterable[Any]) -> None:
     """Check that a subscriber can be guarded.  Subscribers without a group or without a function are ignored.
+
+    `others`: the subscribers that are guarded as well, such as those of its broker; it may be one of them.
 
     Raises:
         SubscriberError: It may acknowledge a message before the record of the message is completed; or it has no
@@ -54,7 +57,7 @@ def check_subscriber(subscriber: Any, broker: Any) -> None:
         raise SubscriberError(
             f"a subscriber in group {group} has no stable name for its keys: its functions are {functions}. {_TITLE}"
         )
-    same_name = [other for other in broker.subscribers if other.group_id == group and name_of(other) == name]
+    same_name = {subscriber, *(each for each in others if each.group_id == group and name_of(each) == name)}
     if len(same_name) > 1:
         raise SubscriberError(
             f"group {group} has {len(same_name)} subscribers named {name}; they would share keys and miss each other's "

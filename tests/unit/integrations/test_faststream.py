@@ -489,6 +489,26 @@ async def test_two_subscribers_with_one_name_in_a_group_are_rejected(
     assert "Give each subscriber its own title" in caplog.text
 
 
+async def test_a_subscriber_with_the_name_of_one_of_another_broker_is_rejected() -> None:
+    shop, charged = Shop(), list[str]()
+    others = [KafkaBroker(middlewares=[shop.guard]) for _ in range(2)]
+    for broker in others:
+
+        @broker.subscriber("orders", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)
+        async def charge(order: Order) -> None:
+            charged.append(order.order_id)
+
+        shop.guard.check(broker)
+    one, other = others
+    async with TestKafkaBroker(one), TestKafkaBroker(other):
+        await one.publish(Order(order_id="7"), "orders", headers={"event_id": "e-1"})
+        with pytest.raises(SubscriberError, match="billing has 2 subscribers named charge"):
+            await other.publish(Order(order_id="8"), "orders", headers={"event_id": "e-1"})
+    async with TestKafkaBroker(other):  # the first one has stopped
+        await other.publish(Order(order_id="9"), "orders", headers={"event_id": "e-2"})
+    assert charged == ["7", "9"]
+
+
 async def test_a_subscriber_of_two_topics_detects_duplicates_across_them() -> None:
     shop = Shop()
 
