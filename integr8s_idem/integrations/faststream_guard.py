@@ -167,7 +167,9 @@ class MessageGuard(BaseMiddleware[Any, Any]):
             parts: Sequence[Any] = getattr(msg, name)
             if len(parts) == len(records):
                 setattr(rest, name, [parts[index] for index in reserved])
-        return await self._work(call_next, rest)
+        rest.headers = next(iter(rest.batch_headers), msg.headers)
+        with self.context.scope("message", rest):  # what a handler with a parameter of type KafkaMessage gets
+            return await self._work(call_next, rest)
 
     async def _or_redeliver(self, begin: Awaitable[T]) -> T:
         """Return the result of `begin`; reject the message, once, if a key cannot be reserved now."""

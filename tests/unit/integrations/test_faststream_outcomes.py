@@ -397,6 +397,30 @@ async def test_duplicates_in_one_batch_are_handled_once_without_waiting_for_each
     assert await shop.statuses() == [IdempotencyStatus.COMPLETED]
 
 
+async def test_the_message_that_a_handler_of_batches_gets_contains_only_the_new_records() -> None:
+    here, got = guarded(), list[Any]()
+    guard = IdempotencyMiddleware(here.manager, key=lambda record: str(record.value.decode()))
+    broker = KafkaBroker(middlewares=[guard])
+
+    @broker.subscriber("orders", group_id="billing", batch=True, ack_policy=AckPolicy.NACK_ON_ERROR)
+    async def charge(orders: list[str], message: KafkaMessage) -> None:
+        records: Any = message.raw_message
+        got.append(
+            (orders, [record.value.decode() for record in records], len(message.batch_headers), message.headers["n"])
+        )
+
+    class Number(BaseMiddleware[Any, Any]):
+        async def on_receive(self) -> None:
+            for record in self.msg:
+                record.headers = (*record.headers, ("n", record.value))
+
+    broker.insert_middleware(Number)
+    async with TestKafkaBroker(broker):
+        await broker.publish_batch("7", topic="orders")
+        await broker.publish_batch("7", "8", "9", topic="orders")
+    assert got == [(["7"], ["7"], 1, "7"), (["8", "9"], ["8", "9"], 2, "8")]
+
+
 async def test_an_event_id_reused_within_a_batch_is_given_up() -> None:
     shop, batches = Shop(), list[list[str]]()
 
