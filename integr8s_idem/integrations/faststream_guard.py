@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, ProducerClosed
 from faststream import BaseMiddleware
-from faststream.exceptions import AckMessage, HandlerException, IgnoredException, NackMessage
+from faststream.exceptions import AckMessage, HandlerException, IgnoredException, NackMessage, StopConsume
 from faststream.message import StreamMessage
 
 from integr8s_idem.engine.failure_policy import FailurePolicy
@@ -54,6 +54,9 @@ from integr8s_idem.telemetry.log_fields import SOURCE, CommonSource, LogSource, 
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_STOPS: Final = (StopConsume, SystemExit)
+"""Raised by a handler to stop its subscriber or the application."""
 
 GivenUp = Callable[[Any, Exception], Awaitable[None]]
 """Called with a Kafka record that is given up, for example to send it to a dead-letter topic."""
@@ -98,7 +101,7 @@ class MessageGuard(BaseMiddleware[Any, Any]):
         self._is_guarded = False
         """Whether published messages answer a guarded message."""
         self._outer_source = SOURCE.get()
-        self._message: StreamMessage[Any] | None = None
+        self._message: Any = None
         self._must_redeliver = False
         """Whether the message must not be acknowledged, even if the rest of its batch succeeds."""
 
@@ -247,15 +250,17 @@ class MessageGuard(BaseMiddleware[Any, Any]):
             await self._finish()
             if self._must_redeliver:
                 await self._redeliver()
-        elif isinstance(exc_val, Exception) and not _is_transient(exc_val):
+        elif isinstance(exc_val, Exception) and not _is_transient(exc_val) and not isinstance(exc_val, _STOPS):
             await self._fail(exc_val)
         else:
             lost = self._runs.lost()
             self._runs.release()
-            if lost or isinstance(exc_val, Exception):
+            if lost or _is_transient(exc_val):
                 # A cancellation by a run would end the subscriber if it propagated.
                 logger.warning("%s: the message will be redelivered", lost[0] if lost else _text_of(exc_val))
                 await self._redeliver()
+            if not isinstance(exc_val, asyncio.CancelledError):
+                await self._message.nack()  # the subscriber or the process stops, and some policies acknowledge then
         return False
 
     async def _finish(self) -> None:
@@ -290,7 +295,6 @@ class MessageGuard(BaseMiddleware[Any, Any]):
         """Stop the subscriber.  Its message is rejected, so that it is redelivered at the next start."""
         self._runs.release()
         logger.error("%s", stopped, exc_info=stopped.__cause__)
-        assert self._message is not None, "a run belongs to a message"
         # First, since under some policies FastStream acknowledges a message whose consumer is stopped.
         await self._message.nack()
         error = SubscriberStoppedError(stopped.label, stopped.handler, stopped.rule, stopped.reason)

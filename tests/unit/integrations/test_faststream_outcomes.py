@@ -14,9 +14,10 @@ from uuid import UUID
 import pytest
 from aiokafka.errors import KafkaTimeoutError, MessageSizeTooLargeError
 from faststream import AckPolicy, BaseMiddleware
-from faststream.exceptions import AckMessage
+from faststream.exceptions import AckMessage, StopApplication, StopConsume
 from faststream.kafka import KafkaBroker, KafkaMessage, KafkaResponse, TestKafkaBroker
 from faststream.kafka.message import KafkaAckableMessage
+from faststream.message import AckStatus
 
 from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
 from integr8s_idem.errors import PermanentError, ServiceStoppedError
@@ -93,7 +94,7 @@ class Shop:
         *,
         policy: AckPolicy = AckPolicy.NACK_ON_ERROR,
         batch: bool = False,
-        error: Exception = PermanentError("no such card"),  # noqa: B008  # it is not changed
+        error: BaseException = PermanentError("no such card"),  # noqa: B008  # it is not changed
     ) -> None:
         """Add a subscriber that fails every order."""
 
@@ -674,6 +675,36 @@ async def test_a_rule_stops_a_subscriber_and_its_message_is_not_acknowledged(
     assert shop.settled == ["SubscriberStoppedError"]
     assert await shop.statuses() == [IdempotencyStatus.PROCESSING]
     assert shop.given_up == []
+
+
+@pytest.mark.parametrize("policy", [AckPolicy.NACK_ON_ERROR, AckPolicy.ACK])
+@pytest.mark.parametrize("error", [StopConsume(), StopApplication(), SystemExit(0), KeyboardInterrupt()])
+async def test_a_handler_may_stop_its_subscriber_and_its_message_is_not_acknowledged(
+    policy: AckPolicy, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled = list[str]()
+
+    async def nack(message: Any) -> None:
+        settled.append("nack")
+        message.committed = AckStatus.NACKED
+
+    async def ack(message: Any) -> None:
+        if not message.committed:
+            settled.append("ack")
+
+    monkeypatch.setattr(KafkaAckableMessage, "nack", nack)
+    monkeypatch.setattr(KafkaAckableMessage, "ack", ack)
+    shop = Shop(max_attempts=1)
+    shop.add_failing_subscriber(policy=policy, error=error)
+
+    async with TestKafkaBroker(shop.broker):
+        with pytest.raises(type(error)):
+            await shop.place()
+
+    assert set(settled) == {"nack"}
+    assert shop.given_up == []
+    await shop.here.manager.close()
+    assert await shop.here.store.count_active("") == 0
 
 
 async def test_rules_do_not_apply_to_batches(monkeypatch: pytest.MonkeyPatch) -> None:
