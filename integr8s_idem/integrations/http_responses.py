@@ -48,13 +48,20 @@ class Response:
         await send({"type": "http.response.body", "body": self.body, "more_body": False})
 
     def stored(self, unstored_headers: Collection[str]) -> StoredResult:
-        """Serialize the response for the store, without `unstored_headers`, given in lower case."""
+        """Serialize the response for the store as a client gets it, without `unstored_headers`, given in lower case.
+
+        With some statuses a client gets no body, even if the application sends one, and never spaces around a header.
+        """
+        body, left_out = self.body, {*unstored_headers}
+        if self.status in _WITHOUT_BODY:
+            body = b""
+            left_out.add("content-length")  # the length of a body that is not sent
         headers = []
         for raw_name, value in self.headers:
             name = raw_name.decode("latin-1")
-            if name.lower() not in unstored_headers:
-                headers.append((name, value.decode("latin-1")))
-        return StoredResult(msgspec.json.encode((self.status, headers)) + b"\n" + self.body, MEDIA_TYPE)
+            if name.lower() not in left_out:
+                headers.append((name, value.decode("latin-1").strip(" \t")))
+        return StoredResult(msgspec.json.encode((self.status, headers)) + b"\n" + body, MEDIA_TYPE)
 
 
 def response_of(stored: StoredResult) -> Response:

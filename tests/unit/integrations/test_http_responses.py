@@ -66,6 +66,30 @@ START = {"type": "http.response.start", "status": 200, "headers": [(b"content-le
 BODY = {"type": "http.response.body", "body": b"done", "more_body": False}
 
 
+@pytest.mark.parametrize("status", [204, 304])
+async def test_a_response_whose_status_allows_no_body_is_replayed_without_it(status: int) -> None:
+    start = {"type": "http.response.start", "status": status, "headers": [(b"content-length", b"4"), (b"etag", b"1")]}
+    app, seen = _app_sending(start, {"type": "http.response.body", "body": b"null"})
+    guarded = _guarded(app)
+    await _messages(guarded)
+    replayed = await _messages(guarded)
+    assert len(seen) == 1
+    assert replayed[0]["status"] == status
+    assert (b"etag", b"1") in replayed[0]["headers"]
+    assert b"content-length" not in dict(replayed[0]["headers"])
+    assert replayed[1]["body"] == b""
+
+
+async def test_spaces_around_the_value_of_a_header_do_not_prevent_the_replay() -> None:
+    start = {"type": "http.response.start", "status": 201, "headers": [(b"x-name", b" Ann\t")]}
+    app, _ = _app_sending(start, {"type": "http.response.body", "body": b"ok"})
+    guarded = _guarded(app)
+    await _messages(guarded)
+    replayed = await _messages(guarded)
+    assert (replayed[0]["status"], replayed[1]["body"]) == (201, b"ok")
+    assert (b"x-name", b"Ann") in replayed[0]["headers"]
+
+
 @pytest.mark.parametrize("extension", ["http.response.pathsend", "http.response.zerocopysend"])
 async def test_a_file_response_is_captured_even_if_the_server_supports_path_send(
     tmp_path: Path, extension: str
