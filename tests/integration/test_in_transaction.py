@@ -184,6 +184,41 @@ async def test_failed_nested_work_is_rolled_back_alone(engine: AsyncEngine, mana
     assert await manager.get("refund:outer") is not None
 
 
+@pytest.mark.parametrize("is_undone", [False, True])
+async def test_a_savepoint_of_the_session_contains_a_later_run(
+    is_undone: bool, engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async with session_of(engine) as session, manager.in_transaction(session):
+        await manager.run("refund:1", Refund(session))
+        with suppress(ConnectionError):
+            async with session.begin_nested():
+                await manager.run("refund:2", Refund(session))
+                if is_undone:
+                    raise ConnectionError("the bank is down")
+
+    assert len(await charged(engine)) == (1 if is_undone else 2)
+    assert (await manager.get("refund:2") is None) is is_undone
+
+
+async def test_failed_work_in_a_savepoint_of_the_session_is_rolled_back_alone(
+    engine: AsyncEngine, manager: IdempotencyManager
+) -> None:
+    async with session_of(engine) as session, manager.in_transaction(session):
+
+        async def failing() -> None:
+            await session.execute(insert(charges).values(order_id="failed"))
+            raise ConnectionError("the bank is down")
+
+        await manager.run("refund:1", Refund(session))
+        async with session.begin_nested():
+            with suppress(ConnectionError):
+                await manager.run("refund:2", failing)
+            await session.execute(insert(charges).values(order_id="in the savepoint"))
+
+    assert sorted(await charged(engine)) == ["in the savepoint", "run 1"]
+    assert await manager.get("refund:2") is None
+
+
 @pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
 async def test_work_that_rolls_back_the_transaction_loses_its_lease(
     engine: AsyncEngine, manager: IdempotencyManager

@@ -397,6 +397,8 @@ class JoinedSqlRepository(SqlIdempotencyRepository):
             StoreConfigurationError: The connection uses another database than the store.
         """
         if self._connection is not None and self._is_same_transaction():
+            if isinstance(self._held, AsyncSession) and self._held.in_nested_transaction():
+                await self._held.connection()  # sets the savepoint of `begin_nested` unless it is set
             return self._connection
         connection = self._held if isinstance(self._held, AsyncConnection) else await self._held.connection()
         sync_connection = _opened(connection)
