@@ -158,7 +158,9 @@ class Exchange:
                 self._body += message.get("body", b"")
                 if not self._is_complete and not self._has_length():
                     self._streams = "it streams without a content-length"
-                if self._streams or len(self._body) > self.manager.config.max_result_size_bytes:
+                # A complete response is in memory anyway; the client must not get it before the work is committed.
+                is_too_large = len(self._body) > self.manager.config.max_result_size_bytes
+                if self._streams or (is_too_large and not self._is_complete):
                     await self._pass_through()
                 return
         elif kind == "http.response.start":

@@ -22,6 +22,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
+from integr8s_idem.config import IdempotencyConfig
 from integr8s_idem.integrations.asgi import IdempotencyKeyMiddleware, anyone
 from tests.support.conditions import eventually
 from tests.support.http_shop import KEY, problem_in, shop
@@ -78,6 +79,31 @@ async def test_a_response_whose_status_allows_no_body_is_replayed_without_it(sta
     assert (b"etag", b"1") in replayed[0]["headers"]
     assert b"content-length" not in dict(replayed[0]["headers"])
     assert replayed[1]["body"] == b""
+
+
+async def test_a_response_too_large_to_store_is_sent_after_the_application_has_returned() -> None:
+    is_committed = False
+    sent: list[tuple[str, bool]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal is_committed
+        await PlainTextResponse("x" * 2000)(scope, receive, send)
+        is_committed = True
+
+    async def send(message: Message) -> None:
+        sent.append((message["type"], is_committed))
+
+    config = IdempotencyConfig(max_result_size_bytes=1000)
+    manager = IdempotencyManager(config, MemoryIdempotencyRepository(), scope="shop")
+    guarded = IdempotencyKeyMiddleware(app, manager, identity=anyone)
+    headers = [(name.lower().encode(), value.encode()) for name, value in KEY.items()]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
+    await guarded(scope, _empty_body, send)
+    assert sent == [("http.response.start", True), ("http.response.body", True)]
+
+
+async def _empty_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
 
 
 async def test_spaces_around_the_value_of_a_header_do_not_prevent_the_replay() -> None:
