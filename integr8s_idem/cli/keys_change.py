@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,18 +60,16 @@ class Change:
         return status
 
     async def _count(self, settings: Settings) -> ChangeSummary:
-        async with open_repository(settings) as repository:
-            with progress("counting", await estimated_size(repository)) as advance:
-                return await self.count(RecordChanger(settings, repository, advance))
+        async with _open_changer(settings, "counting") as changer:
+            return await self.count(changer)
 
     async def _execute(self, settings: Settings, selected: Mapping[str, Any], options: ChangeOptions) -> ChangeSummary:
         summary = ChangeSummary()
         audit_fields = {**_hashed_names(selected, settings), "store": store_place(settings)}
         with audited(self.command, audit_fields, options.audit_file) as entry:
             try:
-                async with open_repository(settings) as repository:
-                    with progress(self.done, await estimated_size(repository)) as advance:
-                        await self.do(RecordChanger(settings, repository, advance), summary)
+                async with _open_changer(settings, self.done) as changer:
+                    await self.do(changer, summary)
             finally:
                 entry.counts.update(summary.as_json())
         return summary
@@ -83,6 +82,15 @@ class Change:
         if not (options.as_json and is_written):
             _print_skipped(summary)
         return _status_of(summary) if is_written else FAILURE
+
+
+@asynccontextmanager
+async def _open_changer(settings: Settings, activity: str) -> AsyncIterator[RecordChanger]:
+    """Open a store whose records this version may change, and show the progress of `activity`."""
+    async with open_repository(settings) as repository:
+        await repository.ping()  # raises an error if the tables are of another version
+        with progress(activity, await estimated_size(repository)) as advance:
+            yield RecordChanger(settings, repository, advance)
 
 
 def _status_of(summary: ChangeSummary) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections import Counter
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from integr8s_idem.keys import Key
 from integr8s_idem.keys.event_keys import KeyResolver
 from integr8s_idem.records import IdempotencyStatus, Reserved
 from integr8s_idem.stores import IdempotencyRepository
+from integr8s_idem.stores.sql.schema import VERSION
 from tests.support.keys_desk import LONG, TRACE, Desk, event
 from tests.support.shop import OrderPlaced
 
@@ -309,6 +312,20 @@ def test_only_selected_records_are_purged(desk: Desk, chosen: tuple[str, ...], r
     assert json.loads(answer.stdout)["purged"] == 5 - len(remaining)
     assert [line["says"] for line in desk.audited()] == ["begun", "ended"]
     assert desk.audited()[1]["counts"]["records"] == 5 - len(remaining)
+
+
+@pytest.mark.parametrize("command", [("purge", "--all"), ("release", "held")])
+def test_tables_of_a_newer_version_are_not_changed(tmp_path: Path, command: tuple[str, ...]) -> None:
+    desk = Desk(tmp_path, f'kind = "sqlite"\npath = "{tmp_path / "idem.db"}"')
+    desk.fill()
+    with closing(sqlite3.connect(tmp_path / "idem.db", isolation_level=None)) as file:
+        file.execute("UPDATE idempotency_store SET version = ?", [VERSION + 1])
+
+    answers = [desk.changing(*command, *yes) for yes in ((), ("--yes",))]
+
+    assert [answer.exit_code for answer in answers] == [1, 1]
+    assert all("a newer integr8s-idem migrated it" in answer.output for answer in answers)
+    assert len(desk.json_lines("list")) == 5
 
 
 def test_names_without_a_record_are_reported_and_the_others_purged(desk: Desk) -> None:
