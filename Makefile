@@ -11,12 +11,13 @@ MARIADB := .cache/mariadb/.set-up
 # Of MariaDB: what a server needs.  It is for Linux on x86-64.
 MARIADB_FILES := **/bin/mariadbd,**/bin/my_print_defaults,**/bin/resolveip,**/scripts/**,**/share/*.sql,**/share/english/**,**/share/charsets/**
 LOWEST := .cache/lowest
+OTHER := .cache/other
 
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-lowest test-native faults matrix reference docs bench check fix setup speedups kafka dynamodb mariadb wheel clean
+.PHONY: help demo test test-quick test-lowest test-native test-other faults matrix reference docs bench check fix setup speedups kafka dynamodb mariadb wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -93,6 +94,10 @@ test-lowest: $(SETUP)  ## unit tests with the lowest versions that pyproject.tom
 	@$(BIN)/uv pip install --quiet --python $(LOWEST)/venv --no-deps --editable .
 	@# New versions of what these depend on warn of old uses in them.
 	@PYTEST_ADDOPTS="-W default::DeprecationWarning" $(LOWEST)/venv/bin/python -m pytest -n 3 --dist loadfile tests/unit tests/contract/test_memory.py tests/contract/test_redis.py
+
+test-other: $(DYNAMODB) $(MARIADB)  ## unit and integration tests with another Python: make test-other PYTHON=python3.13
+	@rm -rf $(OTHER) && $(MAKE) --no-print-directory VENV=$(OTHER) setup
+	@$(OTHER)/bin/python -m pytest -n 3 --dist loadfile -m "not slow and not kafka" tests/unit tests/contract/test_memory.py tests/contract/test_redis.py tests/integration tests/faults/test_proxy_redis.py
 
 faults: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## the long proofs (hours; stop and go on as you like), then docs/reference/fault-matrix.md
 	@status=0; \
