@@ -27,5 +27,5 @@ async def runner(cluster: KubernetesStandIn) -> AsyncIterator[KubernetesRunner]:
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
+def gate(tmp_path: Path, cluster: KubernetesStandIn) -> Gate:
+    return Gate(tmp_path, cluster)

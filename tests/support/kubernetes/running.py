@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.events import CreatePodCommand
 from services.k8s_worker.kubernetes_runner import KubernetesRunner, kubernetes_runner
+from services.k8s_worker.pod_status import has_begun
 from services.k8s_worker.runner import Run
 from services.settings import KubernetesSection, PlatformSection
 from tests.support.conditions import eventually
@@ -44,8 +45,9 @@ async def run(runner: KubernetesRunner, script: str, *, stop: asyncio.Event | No
 class Gate:
     """A script that writes its start and end to a journal, and waits in between until `open` is called."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cluster: KubernetesStandIn) -> None:
         self._journal, self._open = folder / "journal", folder / "open"
+        self._cluster = cluster
 
     @property
     def script(self) -> str:
@@ -62,7 +64,8 @@ class Gate:
         return self._journal.read_text().split() if self._journal.exists() else []
 
     async def begun(self) -> None:
-        await eventually(lambda: "begin" in self.journal)
+        """Wait until the script has begun, and the status of its pod says so, which is later."""
+        await eventually(lambda: "begin" in self.journal and has_begun(self._cluster.objects.pods.values()))
 
     def open(self) -> None:
         self._open.touch()
