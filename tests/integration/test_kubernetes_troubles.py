@@ -358,8 +358,10 @@ async def test_each_documented_permission_is_needed_and_reported_if_missing(
 
 
 async def test_no_other_permission_is_needed(runner: KubernetesRunner, cluster: KubernetesStandIn, gate: Gate) -> None:
+    running = asyncio.create_task(run(runner, gate.script))
+    await eventually(lambda: ("watch", "pods") in cluster.requests)
     gate.open()
-    await run(runner, gate.script)
+    await running
     await run(runner, gate.script)
     await runner.discard(NAME)
 
