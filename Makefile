@@ -95,9 +95,9 @@ test-lowest: $(SETUP)  ## unit tests with the lowest versions that pyproject.tom
 	@# New versions of what these depend on warn of old uses in them.
 	@PYTEST_ADDOPTS="-W default::DeprecationWarning" $(LOWEST)/venv/bin/python -m pytest -n 3 --dist loadfile tests/unit tests/contract/test_memory.py tests/contract/test_redis.py
 
-test-other: $(DYNAMODB) $(MARIADB)  ## unit and integration tests with another Python: make test-other PYTHON=python3.13
+test-other:  ## unit tests and those of Redis with another Python: make test-other PYTHON=python3.13
 	@rm -rf $(OTHER) && $(MAKE) --no-print-directory VENV=$(OTHER) setup
-	@$(OTHER)/bin/python -m pytest -n 3 --dist loadfile -m "not slow and not kafka" tests/unit tests/contract/test_memory.py tests/contract/test_redis.py tests/integration tests/faults/test_proxy_redis.py
+	@$(OTHER)/bin/python -m pytest -n 3 --dist loadfile -m "not slow" tests/unit tests/contract/test_memory.py tests/contract/test_redis.py tests/integration/test_redis_*.py tests/faults/test_proxy_redis.py
 
 faults: $(SETUP) $(KAFKA) $(DYNAMODB) $(MARIADB)  ## the long proofs (hours; stop and go on as you like), then docs/reference/fault-matrix.md
 	@status=0; \
