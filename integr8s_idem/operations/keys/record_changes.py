@@ -260,7 +260,7 @@ class RecordChanger:
             if space is not None and parsed.step is None:
                 spaces[parsed.unit_generation] = space
         steps = await read_steps_of_units(self._repository, spaces)
-        return [(found, parse_key(found.key, self._prefix)) for found in steps]
+        return [(found, parse_key(found.key, self._prefix)) for unit in steps.values() for found in unit.values()]
 
 
 def _is_held(record: IdempotencyRecord) -> bool:

@@ -66,31 +66,31 @@ async def read_records(repository: IdempotencyRepository, keys: Sequence[str]) -
 
 async def read_steps(repository: IdempotencyRepository, space: KeySpace, unit: str) -> dict[int, AnyRecord]:
     """Return the records of the steps of `unit` by place.  `unit` is a full key with its generation."""
-    found: dict[int, AnyRecord] = {}
-    for begin in range(0, _MAX_STEPS, _STEP_BATCH_SIZE):
-        keys = {space.full(space.step(unit, "", place)): place for place in range(begin, begin + _STEP_BATCH_SIZE)}
-        page = await read_records(repository, list(keys))
-        if not page:
-            break
-        found |= {keys[key]: record for key, record in page.items()}
-    return found
+    return (await read_steps_of_units(repository, {unit: space}))[unit]
 
 
-async def read_steps_of_units(repository: IdempotencyRepository, spaces: Mapping[str, KeySpace]) -> Sequence[AnyRecord]:
-    """Return the records of the steps of several units.  `spaces` has the full key of each unit and its key space."""
-    found: dict[str, AnyRecord] = {}
-    units = list(spaces)
+async def read_steps_of_units(
+    repository: IdempotencyRepository, spaces: Mapping[str, KeySpace]
+) -> dict[str, dict[int, AnyRecord]]:
+    """Return the records of the steps of each unit by place.  `spaces` has the full keys of the units."""
+    found: dict[str, dict[int, AnyRecord]] = {unit: {} for unit in spaces}
+    units = set(spaces)
     for begin in range(0, _MAX_STEPS, _STEP_BATCH_SIZE):
         places = range(begin, begin + _STEP_BATCH_SIZE)
-        units_by_key = {
-            spaces[unit].full(spaces[unit].step(unit, "", place)): unit for unit in units for place in places
+        steps = {
+            space.full(space.step(unit, "", place)): (unit, place)
+            for unit, space in spaces.items()
+            if unit in units
+            for place in places
         }
-        page = await read_records(repository, list(units_by_key))
-        if not page:
+        page = await read_records(repository, list(steps))
+        units = {steps[key][0] for key in page}
+        if not units:
             break
-        found |= page
-        units = list(dict.fromkeys(units_by_key[key] for key in page))
-    return list(found.values())
+        for key, record in page.items():
+            unit, place = steps[key]
+            found[unit][place] = record
+    return found
 
 
 async def scan_records(
