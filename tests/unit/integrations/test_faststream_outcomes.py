@@ -5,270 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from datetime import date
-from decimal import Decimal
+from collections.abc import Sequence
 from typing import Any
-from uuid import UUID
 
 import pytest
 from aiokafka.errors import KafkaTimeoutError, MessageSizeTooLargeError
 from faststream import AckPolicy, BaseMiddleware
-from faststream.exceptions import AckMessage, StopApplication, StopConsume
-from faststream.kafka import KafkaBroker, KafkaMessage, KafkaResponse, TestKafkaBroker
+from faststream.exceptions import StopApplication, StopConsume
+from faststream.kafka import KafkaBroker, KafkaMessage, TestKafkaBroker
 from faststream.kafka.message import KafkaAckableMessage
 from faststream.message import AckStatus
 
 from integr8s_idem import IdempotencyManager, MemoryIdempotencyRepository
 from integr8s_idem.errors import PermanentError, ServiceStoppedError
-from integr8s_idem.failures import FailureRule, dead_letter, discard, retry, stop
-from integr8s_idem.integrations.faststream import IdempotencyMiddleware, SubscriberError, by_header
-from integr8s_idem.keys import Key
-from integr8s_idem.records import Completion, IdempotencyStatus, Reserved, ReserveRequest, StoredResult, Verdict
-from tests.support.guarded import Guarded, guarded
+from integr8s_idem.failures import dead_letter, discard, retry, stop
+from integr8s_idem.integrations.faststream import IdempotencyMiddleware, SubscriberError
+from integr8s_idem.records import Completion, IdempotencyStatus, ReserveRequest, Verdict
+from tests.support.faststream_shop import Shop, nothing
+from tests.support.guarded import guarded
 
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("integr8s_idem.integrations.faststream_guard.pause_after", lambda _: 0.0)
-
-
-class Shop:
-    """A broker with one guarded subscriber, and the recorded effects."""
-
-    def __init__(
-        self, *, accepts_given_up: bool = True, failures: Sequence[FailureRule] | None = None, **config: Any
-    ) -> None:
-        self.here: Guarded = guarded(**config)
-        self.given_up: list[str] = []
-        self.runs: list[Any] = []
-        self.sent: list[tuple[Any, dict[str, str]]] = []
-        self.settled: list[str] = []
-        """How each order was settled: "ack", or the name of FastStream's exception."""
-        self.guard = IdempotencyMiddleware(
-            self.here.manager,
-            key=by_header("event_id"),
-            given_up=self._give_up if accepts_given_up else None,
-            failures=failures,
-        )
-        self.given_up_error: Exception | None = None
-        self.broker = KafkaBroker(middlewares=[self.guard])
-
-    async def _give_up(self, record: Any, error: Exception) -> None:
-        if self.given_up_error is not None:
-            raise self.given_up_error
-        self.given_up.append(repr(error))
-
-    def add_subscriber(self, answer: Any, *, batch: bool = False) -> None:
-        """Add a subscriber that answers every order with `answer`."""
-
-        async def charge(order: dict[str, str]) -> Any:
-            self.runs.append(order)
-            return answer
-
-        publisher: Any = self.broker.publisher("receipts", batch=batch)
-        self.broker.subscriber("orders", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)(publisher(charge))
-
-    def before_publishing(self, publish: Callable[[], Awaitable[None]]) -> None:
-        """Await `publish` before each answer is sent."""
-        shop = self
-
-        class Within(BaseMiddleware[Any, Any]):
-            async def publish_scope(self, call_next: Any, cmd: Any) -> Any:
-                if cmd.destination == "receipts":
-                    await publish()
-                    shop.sent.append((cmd.body, dict(cmd.headers)))
-                return await call_next(cmd)
-
-        class Outside(BaseMiddleware[Any, Any]):
-            async def after_processed(self, exc_type: Any = None, exc_val: Any = None, exc_tb: Any = None) -> bool:
-                if getattr(self.msg, "topic", "orders") == "orders":
-                    shop.settled.append("ack" if exc_type is None else exc_type.__name__)
-                return False
-
-        self.broker.insert_middleware(Outside)
-        self.broker.add_middleware(Within)
-
-    def add_failing_subscriber(
-        self,
-        *,
-        policy: AckPolicy = AckPolicy.NACK_ON_ERROR,
-        batch: bool = False,
-        error: BaseException = PermanentError("no such card"),  # noqa: B008  # it is not changed
-    ) -> None:
-        """Add a subscriber that fails every order."""
-
-        async def charge(order: Any) -> None:
-            self.runs.append(order)
-            raise error
-
-        self.broker.subscriber("orders", group_id="billing", ack_policy=policy, batch=batch)(charge)
-
-    async def place(self, event_id: str = "e-1", order: str = "7") -> None:
-        await self.broker.publish({"order": order}, "orders", headers={"event_id": event_id})
-
-    async def statuses(self) -> list[IdempotencyStatus]:
-        return [record.status async for record in self.here.store.scan("")]
-
-
-async def _nothing() -> None:
-    pass
-
-
-async def test_a_duplicate_whose_result_was_too_large_to_keep_is_acknowledged() -> None:
-    shop = Shop(max_result_size_bytes=10)
-    shop.add_subscriber({"receipt": "x" * 100})
-    shop.before_publishing(_nothing)
-
-    async with TestKafkaBroker(shop.broker):
-        await shop.place()
-        await shop.place()
-
-    assert len(shop.runs) == len(shop.sent) == 1
-    assert shop.settled == ["ack", "AckMessage"]
-
-
-@pytest.mark.parametrize("answer", [{"receipt": "1"}, KafkaResponse({"receipt": "1"})])
-async def test_a_duplicate_publishes_nothing_if_results_are_not_stored(answer: Any) -> None:
-    shop = Shop(enable_result_caching=False)
-    shop.add_subscriber(answer)
-    shop.before_publishing(_nothing)
-
-    async with TestKafkaBroker(shop.broker):
-        await shop.place()
-        await shop.place()
-
-    assert [body for body, _ in shop.sent] == [{"receipt": "1"}]
-    assert shop.settled == ["ack", "AckMessage"]
-
-
-async def test_a_duplicate_whose_result_cannot_be_read_is_acknowledged() -> None:
-    shop = Shop()
-    shop.add_subscriber({"receipt": "1"})
-    shop.before_publishing(_nothing)
-
-    async with TestKafkaBroker(shop.broker):
-        await shop.place()
-        (record,) = [record async for record in shop.here.store.scan("")]
-        await shop.here.store.delete([record.key])
-        space, key = shop.here.manager.space, Key(record.key.removeprefix(shop.here.manager.space.root), "")
-        assert space.full(key) == record.key
-        reserved = await shop.here.manager.reserve(key)
-        assert isinstance(reserved, Reserved)
-        await shop.here.manager.complete(reserved, StoredResult(b"{", "application/json"))
-        await shop.place()
-
-    assert len(shop.sent) == 1
-    assert shop.settled == ["ack", "AckMessage"]
-
-
-async def test_messages_published_in_one_batch_do_not_share_an_event_id() -> None:
-    shop = Shop()
-    shop.add_subscriber([{"receipt": "1"}, {"receipt": "2"}], batch=True)
-    received = list[tuple[str, str | None]]()
-
-    @shop.broker.subscriber("receipts")
-    async def receive(receipt: dict[str, str], message: KafkaMessage) -> None:
-        received.append((receipt["receipt"], message.headers.get("event_id")))
-
-    async with TestKafkaBroker(shop.broker):
-        await shop.place()
-
-    assert received == [("1", None), ("2", None)]
-
-
-async def test_a_published_message_without_a_body_has_an_event_id() -> None:
-    shop = Shop()
-    shop.add_subscriber(None)
-    shop.before_publishing(_nothing)
-    async with TestKafkaBroker(shop.broker):
-        await shop.place()
-        await shop.place()
-    assert [body for body, _ in shop.sent] == [None, None]
-    [event_id] = {headers.get("event_id") for _, headers in shop.sent}
-    assert event_id is not None
-
-
-@pytest.mark.parametrize("value", [Decimal("7.0"), date(2026, 1, 2), UUID(int=1), "7.0", b"7.0", 7.0, ["7.0"]])
-@pytest.mark.parametrize("answer", [lambda value: value, KafkaResponse])
-async def test_a_duplicate_publishes_the_same_bytes_so_that_the_next_subscriber_drops_them(
-    value: Any, answer: Any
-) -> None:
-    shop, sent = Shop(), list[tuple[bytes, Any]]()
-    shop.add_subscriber(answer(value))
-
-    @shop.broker.subscriber("receipts", group_id="archive", ack_policy=AckPolicy.NACK_ON_ERROR)
-    async def receive(receipt: Any) -> None:
-        shop.runs.append(receipt)
-
-    @shop.broker.subscriber("receipts")
-    async def watch(message: KafkaMessage) -> None:
-        sent.append((message.body, message.content_type))
-
-    async with TestKafkaBroker(shop.broker):
-        await shop.place()
-        await shop.place()
-
-    assert len(shop.runs) == 2
-    assert sent[0] == sent[1]
-    assert shop.given_up == []
-
-
-@pytest.mark.parametrize("key", [b"order-7", b"\x00; key=%", None])
-async def test_a_duplicate_publishes_a_response_with_its_key(key: bytes | None) -> None:
-    shop, keys = Shop(), list[bytes | None]()
-    shop.add_subscriber(KafkaResponse({"receipt": "1"}, key=key))
-
-    class Watch(BaseMiddleware[Any, Any]):
-        async def publish_scope(self, call_next: Any, cmd: Any) -> Any:
-            if cmd.destination == "receipts":
-                keys.append(cmd.key)
-            return await call_next(cmd)
-
-    shop.broker.add_middleware(Watch)
-    async with TestKafkaBroker(shop.broker):
-        await shop.place()
-        await shop.place()
-    assert keys == [key, key]
-
-
-async def test_a_reply_and_a_published_message_of_one_response_do_not_share_an_event_id() -> None:
-    shop, ids = Shop(), list[str]()
-    answer = KafkaResponse({"receipt": "1"}, headers={"kind": "receipt"})
-    shop.add_subscriber(answer)
-
-    @shop.broker.subscriber("receipts", "replies")
-    async def receive(receipt: Any, message: KafkaMessage) -> None:
-        ids.append(message.headers["event_id"])
-
-    async with TestKafkaBroker(shop.broker):
-        for event_id in ("e-1", "e-2", "e-1"):
-            headers = {"event_id": event_id}
-            await shop.broker.publish({"order": "7"}, "orders", headers=headers, reply_to="replies")
-
-    assert len(set(ids)) == 4
-    assert ids[4:] == ids[:2]
-    assert answer.headers == {"kind": "receipt"}
-
-
-async def test_a_duplicate_of_a_message_that_the_handler_acknowledged_publishes_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    shop = Shop()
-
-    @shop.broker.subscriber("orders", group_id="billing", ack_policy=AckPolicy.NACK_ON_ERROR)
-    @shop.broker.publisher("receipts")
-    async def charge(order: Any) -> None:
-        shop.runs.append(order)
-        raise AckMessage
-
-    shop.before_publishing(_nothing)
-    async with TestKafkaBroker(shop.broker):
-        await shop.place()
-        await shop.place()
-    assert (len(shop.runs), shop.sent) == (1, [])
-    assert shop.settled == ["AckMessage", "AckMessage"]
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_publishing_is_retried_without_running_the_handler_again() -> None:
@@ -313,7 +72,7 @@ async def test_publish_failures_inside_a_handler_do_not_count_as_attempts() -> N
         if refusals:
             raise refusals.pop()
 
-    shop.before_publishing(_nothing)
+    shop.before_publishing(nothing)
     async with TestKafkaBroker(shop.broker):
         for _ in range(3):
             await shop.place()
@@ -367,7 +126,7 @@ async def test_a_lease_that_expires_as_the_handler_returns_does_not_cancel_the_s
             raise error
 
     shop.broker.subscriber("orders", group_id="billing", batch=batch, ack_policy=AckPolicy.NACK_ON_ERROR)(charge)
-    shop.before_publishing(_nothing)
+    shop.before_publishing(nothing)
     async with TestKafkaBroker(shop.broker):
         await shop.place()
         await shop.place()
@@ -388,7 +147,7 @@ async def test_duplicates_in_one_batch_are_handled_once_without_waiting_for_each
     async def charge(orders: list[dict[str, str]]) -> None:
         batches.append([order["order"] for order in orders])
 
-    shop.before_publishing(_nothing)
+    shop.before_publishing(nothing)
     async with TestKafkaBroker(shop.broker), asyncio.timeout(20):
         # All messages of a producer's batch have the same headers.
         await shop.broker.publish_batch({"order": "1"}, {"order": "1"}, topic="orders", headers={"event_id": "e-1"})
@@ -429,7 +188,7 @@ async def test_an_event_id_reused_within_a_batch_is_given_up() -> None:
     async def charge(orders: list[dict[str, str]]) -> None:
         batches.append([order["order"] for order in orders])
 
-    shop.before_publishing(_nothing)
+    shop.before_publishing(nothing)
     async with TestKafkaBroker(shop.broker), asyncio.timeout(20):
         await shop.broker.publish_batch({"order": "1"}, {"order": "2"}, topic="orders", headers={"event_id": "e-1"})
 
@@ -444,7 +203,7 @@ async def test_without_given_up_a_failed_message_is_redelivered_and_logs_the_rem
 ) -> None:
     shop = Shop(accepts_given_up=False)
     shop.add_failing_subscriber(policy=policy)
-    shop.before_publishing(_nothing)
+    shop.before_publishing(nothing)
 
     async with TestKafkaBroker(shop.broker):
         await shop.place()
@@ -469,7 +228,7 @@ async def test_without_given_up_messages_with_a_missing_or_reused_key_are_redeli
 ) -> None:
     shop = Shop(accepts_given_up=False)
     shop.add_subscriber(None)
-    shop.before_publishing(_nothing)
+    shop.before_publishing(nothing)
 
     async with TestKafkaBroker(shop.broker):
         await shop.broker.publish({"order": "7"}, "orders")
@@ -490,7 +249,7 @@ async def test_without_given_up_a_batch_with_a_failed_message_is_redelivered_and
     async def charge(orders: list[dict[str, str]]) -> None:
         batches.append([order["order"] for order in orders])
 
-    shop.before_publishing(_nothing)
+    shop.before_publishing(nothing)
     async with TestKafkaBroker(shop.broker), asyncio.timeout(20):
         for _ in range(2):  # the second body reuses the event id
             await shop.broker.publish_batch({"order": "1"}, {"order": "2"}, topic="orders", headers={"event_id": "e-1"})
@@ -503,7 +262,7 @@ async def test_without_given_up_a_batch_with_a_failed_message_is_redelivered_and
 async def test_without_given_up_a_batch_whose_run_is_given_up_is_redelivered() -> None:
     shop = Shop(accepts_given_up=False)
     shop.add_failing_subscriber(policy=AckPolicy.ACK, batch=True)
-    shop.before_publishing(_nothing)
+    shop.before_publishing(nothing)
 
     async with TestKafkaBroker(shop.broker):
         for _ in range(2):
@@ -516,7 +275,7 @@ async def test_without_given_up_a_batch_whose_run_is_given_up_is_redelivered() -
 async def test_a_message_is_redelivered_until_given_up_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     shop = Shop()
     shop.add_failing_subscriber(policy=AckPolicy.ACK)
-    shop.before_publishing(_nothing)
+    shop.before_publishing(nothing)
 
     async with TestKafkaBroker(shop.broker):
         shop.given_up_error = OSError("no topic")
@@ -545,7 +304,7 @@ async def test_a_failing_key_function_redelivers_the_message_under_any_policy() 
     async def charge(order: Any) -> None:
         shop.runs.append(order)
 
-    shop.before_publishing(_nothing)
+    shop.before_publishing(nothing)
     async with TestKafkaBroker(shop.broker):
         await shop.place()
         await shop.place()
@@ -614,7 +373,7 @@ async def test_the_records_of_a_batch_are_completed_in_one_call(monkeypatch: pyt
 async def test_a_rule_discards_a_message(caplog: pytest.LogCaptureFixture) -> None:
     shop = Shop(failures=[discard(KeyError)])
     shop.add_failing_subscriber(error=KeyError("withdrawn"))
-    shop.before_publishing(_nothing)
+    shop.before_publishing(nothing)
 
     async with TestKafkaBroker(shop.broker):
         await shop.place()
@@ -630,10 +389,10 @@ async def test_a_rule_discards_a_message(caplog: pytest.LogCaptureFixture) -> No
 async def test_a_rule_gives_up_a_message_at_once_and_another_one_later() -> None:
     shop = Shop(failures=[dead_letter(ValueError), retry(OSError, attempts=3)], max_attempts=2)
     shop.add_failing_subscriber(error=ValueError("invalid"))
-    shop.before_publishing(_nothing)
+    shop.before_publishing(nothing)
     patient = Shop(failures=[dead_letter(ValueError), retry(OSError, attempts=3)], max_attempts=2)
     patient.add_failing_subscriber(error=OSError("busy"))
-    patient.before_publishing(_nothing)
+    patient.before_publishing(nothing)
 
     async with TestKafkaBroker(shop.broker), TestKafkaBroker(patient.broker):
         await shop.place()
@@ -665,7 +424,7 @@ async def test_a_rule_stops_a_subscriber_and_its_message_is_not_acknowledged(
     monkeypatch.setattr(KafkaAckableMessage, "ack", ack)
     shop = Shop(failures=[stop(ArithmeticError)], max_attempts=1)
     shop.add_failing_subscriber(policy=policy, error=ArithmeticError("a sum does not match"))
-    shop.before_publishing(_nothing)
+    shop.before_publishing(nothing)
 
     async with TestKafkaBroker(shop.broker):
         with pytest.raises(ServiceStoppedError, match=r"The rule stop\(ArithmeticError\) stops"):
