@@ -58,6 +58,14 @@ P = TypeVar("P")
 Declined: TypeAlias = Pending | Completed | Failed | KeyReused | Corrupt
 """A verdict without a reservation."""
 
+# Read once, because a member of an enumeration takes as long to read as two calls before Python 3.12.
+_LAPSED: Final = Previous.LAPSED
+_NONE: Final = Previous.NONE
+_RESERVE: Final = Phase.RESERVE
+_REPLAY: Final = Phase.REPLAY
+_DUPLICATE_BLOCKED: Final = Signal.DUPLICATE_BLOCKED
+_CACHE_HIT: Final = Signal.CACHE_HIT
+
 ONCE: Final = RunOptions()
 """For callers that do not wait for the store."""
 
@@ -97,8 +105,8 @@ class Executor(RunServices):
         if done is not None:
             self.client.home.check()  # after a miss, the request does
             if not looked:
-                self.observer.count(Signal.CACHE_HIT, event_type)
-            self.observer.count(Signal.DUPLICATE_BLOCKED, event_type)
+                self.observer.count(_CACHE_HIT, event_type)
+            self.observer.count(_DUPLICATE_BLOCKED, event_type)
         return done
 
     def _known(self, work: Work) -> Completed | None:
@@ -125,7 +133,7 @@ class Executor(RunServices):
                 verdict = await self.client.reserve(self.client.request(work))
                 self.verdicts.observe(work, verdict, since)
             else:
-                with self.observer.phase(Phase.RESERVE, work.event_type, handler=work.handler) as span:
+                with self.observer.phase(_RESERVE, work.event_type, handler=work.handler) as span:
                     work.trace = work.trace or span.trace()
                     work.unanswered = True
                     verdict = await self.client.reserve(self.client.request(work))
@@ -148,7 +156,7 @@ class Executor(RunServices):
         if not isinstance(verdict, Reserved):
             return self.declined(work, verdict, options)
         run = self.reserved(work, verdict, asked_at, options)
-        if verdict.previous is Previous.LAPSED and run.has_crashed_too_often:
+        if verdict.previous is _LAPSED and run.has_crashed_too_often:
             return await run.give_up()
         return run
 
@@ -170,8 +178,8 @@ class Executor(RunServices):
             case Completed() if work.forgotten:
                 return _about_to_expire(verdict)
             case Completed() | Failed():
-                self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
-                with self.observer.phase(Phase.REPLAY, work.event_type, handler=work.handler) as span:
+                self.observer.count(_DUPLICATE_BLOCKED, work.event_type)
+                with self.observer.phase(_REPLAY, work.event_type, handler=work.handler) as span:
                     if verdict.trace is not None:
                         span.link(verdict.trace, Relation.RUN)
             case KeyReused():
@@ -313,7 +321,7 @@ class Executor(RunServices):
         try:
             while isinstance(outcome, Pending):
                 if on_in_progress is OnInProgress.SKIP:
-                    self.observer.count(Signal.DUPLICATE_BLOCKED, work.event_type)
+                    self.observer.count(_DUPLICATE_BLOCKED, work.event_type)
                     return outcome
                 self._check_wait(work, outcome, on_in_progress)
                 left = float("inf")
@@ -477,10 +485,10 @@ class Executor(RunServices):
                 self.observer.count(signal, event_type, amount)
 
 
-_HIT: Final = (Signal.CACHE_HIT,)
+_HIT: Final = (_CACHE_HIT,)
 _MISS: Final = (Signal.CACHE_MISS,)
 _TAKEOVER: Final = (Signal.TAKEOVER,)
-_HIT_AND_TAKEOVER: Final = (Signal.TAKEOVER, Signal.CACHE_HIT)
+_HIT_AND_TAKEOVER: Final = (Signal.TAKEOVER, _CACHE_HIT)
 
 
 def _note_verdict(work: Work, verdict: Verdict) -> tuple[Signal, ...]:
@@ -489,13 +497,13 @@ def _note_verdict(work: Work, verdict: Verdict) -> tuple[Signal, ...]:
     if not isinstance(verdict, Reserved):
         return _HIT if is_first else ()
     work.token = b""  # the next `reserve` is an attempt of its own
-    is_takeover = verdict.fence != work.fence and verdict.previous is Previous.LAPSED
+    is_takeover = verdict.fence != work.fence and verdict.previous is _LAPSED
     work.fence = verdict.fence
     if is_takeover:
         return _HIT_AND_TAKEOVER if is_first else _TAKEOVER
     if not is_first:
         return ()
-    return _MISS if verdict.previous is Previous.NONE else _HIT
+    return _MISS if verdict.previous is _NONE else _HIT
 
 
 def _writing(

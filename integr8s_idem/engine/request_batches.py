@@ -14,6 +14,9 @@ from integr8s_idem.records import ReserveRequest
 RetentionRule: TypeAlias = Callable[[timedelta | None], timedelta]
 """Computes how long an unsettled record is kept from the ttl of its work."""
 
+# Read once, because a member of an enumeration takes as long to read as two calls before Python 3.12.
+_ALONE: Final = Isolation.ALONE
+
 RETENTION_IN_LEASES: Final = 10
 """An unsettled record is kept for at least this many leases, so that the attempts of a crashing event are counted."""
 
@@ -46,7 +49,7 @@ def requests_of(
                 fingerprint=work.fingerprint,
                 owner=owner,
                 trace=work.trace,
-                alone=work.isolation is Isolation.ALONE,
+                alone=work.isolation is _ALONE,
             )
         )
     return made

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import monotonic
 from types import CoroutineType
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -61,6 +61,11 @@ from integr8s_idem.telemetry import Observer, Phase, Signal
 from integr8s_idem.telemetry.detached_phase import DetachedPhase
 
 T = TypeVar("T")
+
+# Read once, because a member of an enumeration takes as long to read as two calls before Python 3.12.
+_HANDLE: Final = Phase.HANDLE
+_COMPLETE: Final = Phase.COMPLETE
+_PENDING: Final = Isolation.PENDING
 
 
 class RunServices:
@@ -129,7 +134,7 @@ class Run(ActiveRun):
         """Whether the work must run alone, because it is suspected of crashing its process."""
         work, lease = self.work, self.lease
         return (
-            work.isolation is Isolation.PENDING
+            work.isolation is _PENDING
             and lease is not None
             and lease.reservation.lapsed >= SUSPECT_AFTER
             and not self._crashed_too_often(lease.reservation)
@@ -185,9 +190,7 @@ class Run(ActiveRun):
         runs.enter(self)
         try:
             try:
-                with services.observer.phase(
-                    Phase.HANDLE, work.event_type, attempt=attempt.number, handler=work.handler
-                ):
+                with services.observer.phase(_HANDLE, work.event_type, attempt=attempt.number, handler=work.handler):
                     try:
                         called = function(attempt)
                         running = called if type(called) is CoroutineType else as_coroutine(called)
@@ -240,7 +243,7 @@ class Run(ActiveRun):
         try:
             if lease is not None and completion is not None:
                 began_at, services, wait = monotonic(), self._services, self.options.wait_for_store
-                with services.observer.phase(Phase.COMPLETE, self.work.event_type, handler=self.work.handler):
+                with services.observer.phase(_COMPLETE, self.work.event_type, handler=self.work.handler):
                     await services.client.write_outcome(self.work, completion, lease.deadline, wait)
                 if services.cache is not None:
                     self.keep(completion, began_at)
@@ -291,9 +294,7 @@ class Run(ActiveRun):
         self.among.add(self)
         lease.enter(owner)
         work = self.work
-        phase = self._services.observer.phase(
-            Phase.HANDLE, work.event_type, attempt=attempt.number, handler=work.handler
-        )
+        phase = self._services.observer.phase(_HANDLE, work.event_type, attempt=attempt.number, handler=work.handler)
         self._phase = DetachedPhase(phase, copy_context())
         return attempt
 
@@ -442,7 +443,7 @@ class Run(ActiveRun):
         try:
             with (
                 self.within(),
-                observer.phase(Phase.HANDLE, work.event_type, attempt=self.attempt.number, handler=work.handler),
+                observer.phase(_HANDLE, work.event_type, attempt=self.attempt.number, handler=work.handler),
             ):
                 value: T = repeatable(await function(self.attempt), work.key.label, work.returns)
         except Exception as error:  # noqa: BLE001  # returned as the outcome
@@ -502,7 +503,7 @@ class Run(ActiveRun):
     async def _discard(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded:
         client, work, reserved = self._services.client, self.work, lease.reservation
         completion, began_at = client.discarded(reserved, describe_error(error), work.ttl), monotonic()
-        with self._services.observer.phase(Phase.COMPLETE, work.event_type, handler=work.handler):
+        with self._services.observer.phase(_COMPLETE, work.event_type, handler=work.handler):
             try:
                 await client.write_outcome(work, completion, lease.deadline, self.options.wait_for_store)
             except ResultNotStoredError:

@@ -58,6 +58,10 @@ LONGEST_PAUSE: Final = 1.0
 EXPIRES_AT_ONCE: Final = timedelta(milliseconds=1)
 """The ttl of outcomes that are not kept: they expire before the next request."""
 
+# Read once, because a member of an enumeration takes as long to read as two calls before Python 3.12.
+_ALONE: Final = Isolation.ALONE
+_RESULT_BYTES: Final = Signal.RESULT_BYTES
+
 _UNRECORDED: Final = "%s has ended, but its outcome is not recorded, so it may run again: %s"
 """Log message."""
 
@@ -127,7 +131,7 @@ class StoreClient:
             fingerprint=work.fingerprint,
             owner=self._owner,
             trace=work.trace,
-            alone=work.isolation is Isolation.ALONE,
+            alone=work.isolation is _ALONE,
         )
 
     def requests(self, works: Sequence[Work]) -> list[ReserveRequest]:
@@ -404,7 +408,7 @@ class StoreClient:
                 # The work is done, so a result that cannot be serialized must not fail it.
                 why = describe_error(error)
         if stored is not None and len(stored.body) <= self._config.max_result_size_bytes:
-            self._observer.count(Signal.RESULT_BYTES, event_type, len(stored.body))
+            self._observer.count(_RESULT_BYTES, event_type, len(stored.body))
             return stored, False
         self._observer.count(Signal.RESULT_DROPPED, event_type)
         # Warn once per event type; if all its results are too large, repeating it does not help.

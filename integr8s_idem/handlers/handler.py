@@ -69,6 +69,11 @@ from integr8s_idem.stores.outbox import OutboxStore
 from integr8s_idem.telemetry import SILENT, Observer, Phase, Signal
 from integr8s_idem.telemetry.log_fields import logging_as
 
+# Read once, because a member of an enumeration takes as long to read as two calls before Python 3.12.
+_HANDLED: Final = Signal.HANDLED
+_PENDING: Final = Isolation.PENDING
+_HANDLE: Final = Phase.HANDLE
+
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
 """Minimum and maximum seconds between attempts to publish the events of a handler."""
@@ -149,7 +154,7 @@ class HandlerExecution:
         key = handler.plain_key(self.event, self.generation)
         attempt = Attempt(key, self._tries, 0, float("inf"), self.label, self.generation)
         try:
-            with handler.observer.phase(Phase.HANDLE, self.event.event_type, attempt=self._tries, handler=handler.name):
+            with handler.observer.phase(_HANDLE, self.event.event_type, attempt=self._tries, handler=handler.name):
                 value = await handler.work(self, attempt, patient=wait_for_store is not None)
         except Exception as error:  # noqa: BLE001  # returned as the outcome
             return self._failed(error)
@@ -226,7 +231,7 @@ class GuardedExecution(HandlerExecution):
     def isolate(self) -> None:
         """Return the event as a suspect instead of running it, if it may have crashed its process."""
         if self.handler.manager.config.max_attempts > 1:  # otherwise it is not retried after any crash
-            self.work.isolation = Isolation.PENDING
+            self.work.isolation = _PENDING
 
     def run_isolated(
         self, suspect: Run, *, alone: bool, wait_for_store: WaitForStore
@@ -353,7 +358,7 @@ class EventHandler:
             result = await (self._invoke(call) if self._timeout is None else self._invoke_for(call, self._timeout))
         if outgoing.events:
             await self._publish(outgoing.finished(event, attempt.key, self.scope), patient)
-        self.observer.count(Signal.HANDLED, event.event_type)
+        self.observer.count(_HANDLED, event.event_type)
         return result
 
     async def _call_batch(self, members: Sequence[Member]) -> Any:
@@ -499,7 +504,7 @@ class IdempotentEventHandler(EventHandler):
             recorded[:] = [value]
 
         result = await self.call(HandlerCall(event, attempt, outgoing, before_commit))
-        self.observer.count(Signal.HANDLED, event.event_type)
+        self.observer.count(_HANDLED, event.event_type)
         # `invoke` may return an iterator, which was already read for the record.
         return recorded[0] if recorded else result
 

@@ -27,6 +27,10 @@ from integr8s_idem.worker.assignments import Delivery, WorkItem
 from integr8s_idem.worker.delivery_processor import Decoded, DeliveryProcessor, UnverifiedReplay
 from integr8s_idem.worker.pipeline_tasks import PipelineTasks
 
+# Read once, because a member of an enumeration takes as long to read as two calls before Python 3.12.
+_PENDING: Final = Isolation.PENDING
+_SKIP: Final = OnInProgress.SKIP
+
 LONGEST_HOLD: Final = 0.5
 """A key that waits for its turn or a slot is released after this many seconds, or up to twice as many."""
 
@@ -191,6 +195,6 @@ def _may_be_early(execution: GuardedExecution) -> bool:
     return (
         execution.handler.outbox is None
         and execution.handler.limit is None
-        and execution.work.isolation is Isolation.PENDING
-        and execution.on_in_progress is not OnInProgress.SKIP
+        and execution.work.isolation is _PENDING
+        and execution.on_in_progress is not _SKIP
     )
