@@ -80,6 +80,7 @@ class StoreClient:
         self._lease, self._default_ttl = config.lease, config.ttl
         self._retention_of = retention_rule(self._default_ttl, self._lease)
         self._default_retention = self._retention_of(None)
+        self._stores_results, self._max_result_size = config.enable_result_caching, config.max_result_size_bytes
         self.space = KeySpace(config.key_prefix, scope, config.hash_keys)
         self._repository = repository
         self._coalescers: list[Coalescer[Any, Any]] = []
@@ -398,7 +399,7 @@ class StoreClient:
         return task
 
     def _result_to_keep(self, key: str, value: object, event_type: str) -> tuple[StoredResult | None, bool]:
-        if value is NO_RESULT or (not self._config.enable_result_caching and not isinstance(value, StoredResult)):
+        if value is NO_RESULT or (not self._stores_results and not isinstance(value, StoredResult)):
             return None, False
         stored, why = None, ""
         if value is not NOT_KEPT:
@@ -407,14 +408,14 @@ class StoreClient:
             except Exception as error:  # noqa: BLE001  # user-defined serializers may raise
                 # The work is done, so a result that cannot be serialized must not fail it.
                 why = describe_error(error)
-        if stored is not None and len(stored.body) <= self._config.max_result_size_bytes:
+        if stored is not None and len(stored.body) <= self._max_result_size:
             self._observer.count(_RESULT_BYTES, event_type, len(stored.body))
             return stored, False
         self._observer.count(Signal.RESULT_DROPPED, event_type)
         # Warn once per event type; if all its results are too large, repeating it does not help.
         level = logging.DEBUG if event_type in self._logged_drops else logging.WARNING
         self._logged_drops.add(event_type)
-        why = why or f"it is larger than max_result_size_bytes ({self._config.max_result_size_bytes})"
+        why = why or f"it is larger than max_result_size_bytes ({self._max_result_size})"
         logger.log(level, "the result of %s is not stored, so duplicates will not get it: %s", key, why)
         return None, True
 

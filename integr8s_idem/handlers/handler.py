@@ -230,7 +230,7 @@ class GuardedExecution(HandlerExecution):
 
     def isolate(self) -> None:
         """Return the event as a suspect instead of running it, if it may have crashed its process."""
-        if self.handler.manager.config.max_attempts > 1:  # otherwise it is not retried after any crash
+        if self.handler.max_attempts > 1:  # otherwise it is not retried after any crash
             self.work.isolation = _PENDING
 
     def run_isolated(

@@ -124,9 +124,9 @@ class DeliveryProcessor:
             event = self.decoder.decode(record.value, record.headers)
         except UndecodableEventError as error:
             return self._undecodable(record, error, decision.generation)
-        delivery.event_type, delivery.event_id = event.event_type, event.event_id
-        self.observer.count(_DELIVERED, event.event_type)
-        processing = self.observer.processing(record, event.event_type, event.event_id)
+        delivery.event_type, delivery.event_id = event_type, event_id = event.event_type, event.event_id
+        self.observer.count(_DELIVERED, event_type)
+        processing = self.observer.processing(record, event_type, event_id)
         if decision is not NO_REPLAY:
             return self._decoded_replay(record, event, decision, processing)
         return self._decoded(event, decision, processing)
@@ -153,9 +153,9 @@ class DeliveryProcessor:
             return Decoded((), DeadLetter(UNVERIFIED_COPY, f"it is not a valid copy of an event: {error}"))
         except UndecodableEventError as error:
             return self._undecodable(record, error, 0)
-        delivery.event_type, delivery.event_id = event.event_type, event.event_id
-        self.observer.count(_DELIVERED, event.event_type)
-        processing = self.observer.processing(record, event.event_type, event.event_id)
+        delivery.event_type, delivery.event_id = event_type, event_id = event.event_type, event.event_id
+        self.observer.count(_DELIVERED, event_type)
+        processing = self.observer.processing(record, event_type, event_id)
         decoded = self._decoded(event, ReplayDecision(copy.generation, copy.handler), processing)
         for execution in decoded.executions:
             if isinstance(execution, GuardedExecution):
