@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Final, Protocol
+
+from msgspec import Struct
 
 from integr8s_idem._util.context_vars import RUN
 from integr8s_idem._util.loop_fairness import Pace
@@ -24,53 +26,40 @@ class StepsOfRun(Protocol):
         ...
 
 
-class ActiveRun:
+NOT_STARTED: Final = Attempt("", 0, 0, 0.0, "", 0)
+"""The attempt of a run before it starts."""
+
+
+class ActiveRun(Struct, eq=False):
     """A run in progress."""
 
-    __slots__ = (
-        "among",
-        "attempt",
-        "commits_itself",
-        "end_future",
-        "is_over",
-        "lease",
-        "outbox_count",
-        "outer",
-        "steps",
-        "work",
-    )
-    attempt: Attempt
+    among: ActiveRuns
+    work: Work
+    lease: HeldLease | None
+    """`None` for a run in the caller's transaction, which holds the record, or without a reservation."""
+    commits_itself: bool
+    """Whether the outcome commits with a transaction of the application."""
+    attempt: Attempt = NOT_STARTED
     """Set when the run starts."""
-    outbox_count: tuple[Attempt, int]
-    """The attempt and the number of its events in an outbox of plain code; not set before the first one."""
-
-    def __init__(self, among: ActiveRuns, work: Work, lease: HeldLease | None, commits_itself: bool) -> None:
-        """
-        Args:
-            lease: `None` for a run in the caller's transaction, which holds the record, or without a reservation.
-            commits_itself: Whether the outcome commits with a transaction of the application.
-        """
-        self.among = among
-        self.work = work
-        self.lease = lease
-        self.commits_itself = commits_itself
-        self.outer: ActiveRun | None = None
-        """The run that started this one, if any."""
-        self.steps: StepsOfRun | None = None
-        """The steps of the run, once requested."""
-        self.is_over = False
-        """Whether the outcome of the work is settled, or left to another owner; tasks that it started may still run."""
-        self.end_future: asyncio.Future[None] | None = None
-        """Set by `ended`."""
+    outbox_count: tuple[Attempt, int] = (NOT_STARTED, 0)
+    """An attempt, and the number of its events in an outbox of plain code."""
+    outer: ActiveRun | None = None
+    """The run that started this one, if any."""
+    steps: StepsOfRun | None = None
+    """The steps of the run, once requested."""
+    is_over: bool = False
+    """Whether the outcome of the work is settled, or left to another owner; tasks that it started may still run."""
+    end_future: asyncio.Future[None] | None = None
+    """Set by `ended`."""
 
     @property
     def has_started(self) -> bool:
         """Whether it has an attempt."""
-        return hasattr(self, "attempt")
+        return self.attempt is not NOT_STARTED
 
     def next_outbox_index(self) -> int:
         """Return the index of the next event that the attempt writes into an outbox of plain code, from 0."""
-        attempt, index = getattr(self, "outbox_count", (self.attempt, 0))
+        attempt, index = self.outbox_count
         if attempt is not self.attempt:
             index = 0
         self.outbox_count = (self.attempt, index + 1)

@@ -163,7 +163,7 @@ class Executor(RunServices):
     def reserved(self, work: Work, verdict: Reserved, asked_at: float, options: RunOptions = ONCE) -> Run:
         """Return the run of a reservation requested at `asked_at`, by the lease clock.  It holds the lease."""
         lease = self._leases.hold(verdict, asked_at, work, renewed=not options.writes_outcome)
-        return Run(self, work, lease, options)
+        return Run(self.runs, work, lease, options.writes_outcome, services=self, options=options)
 
     def unreserved(self, work: Work, options: RunOptions) -> Run | None:
         """Return a run without a reservation after the store did not answer; `None` if the policy forbids it."""
@@ -212,7 +212,7 @@ class Executor(RunServices):
                 return run  # type: ignore[return-value]  # a suspect run, only of the two methods below
             if self.runs.pace.is_turn_over():
                 await run.wait_for_turn()
-            returned = await run.call(function if run.writer is None else _writing(function, run.writer))
+            returned = await run.call(_writing(function, run) if options.writes_outcome else function)
             if isinstance(returned, Returned):
                 return await run.complete(returned)
             if not isinstance(returned, NotStarted):
@@ -470,7 +470,7 @@ class Executor(RunServices):
         self.release_unstarted(work)
         work.unguarded_runs += 1
         work.count_copied_attempts()
-        run = Run(self, work, None, options)
+        run = Run(self.runs, work, None, options.writes_outcome, services=self, options=options)
         number = max(work.unguarded_runs, work.failed_runs + 1)
         run.attempt = Attempt(key, number, 0, float("inf"), work.key.label, work.key.generation)
         return run
@@ -506,10 +506,9 @@ def _note_verdict(work: Work, verdict: Verdict) -> tuple[Signal, ...]:
     return _MISS if verdict.previous is _NONE else _HIT
 
 
-def _writing(
-    function: Callable[[Attempt, OutcomeWriter], Awaitable[T]], writer: OutcomeWriter
-) -> Callable[[Attempt], Awaitable[T]]:
-    """Wrap `function` to check that it has written its outcome."""
+def _writing(function: Callable[[Attempt, OutcomeWriter], Awaitable[T]], run: Run) -> Callable[[Attempt], Awaitable[T]]:
+    """Wrap `function` to give it a writer of its outcome, and to check that it has written one."""
+    run.writer = writer = OutcomeWriter(run.services.client, run.work, run.lease)
 
     async def writing(attempt: Attempt) -> T:
         value = await function(attempt, writer)

@@ -44,7 +44,6 @@ from integr8s_idem.engine.work import (
     Isolation,
     NotStarted,
     WaitForStore,
-    Work,
     is_crash_limit_reached,
 )
 from integr8s_idem.errors import (
@@ -103,27 +102,15 @@ class Returned(Struct, Generic[T], frozen=True, eq=False):
     """`None` if the function has recorded its outcome, or if there is no reservation."""
 
 
-class Run(ActiveRun):
+class Run(ActiveRun, kw_only=True, eq=False):
     """A run of a unit of work, with or without a reservation."""
 
-    __slots__ = ("_phase", "_services", "options", "writer")
-    _phase: DetachedPhase
+    services: RunServices
+    options: RunOptions
+    writer: OutcomeWriter | None = None
+    """Set if the work records its outcome in its own transaction."""
+    _phase: DetachedPhase | None = None
     """Set by `start`."""
-
-    def __init__(self, services: RunServices, work: Work, lease: HeldLease | None, options: RunOptions) -> None:
-        """`lease`: `None` to run without a reservation, if a policy allows it; then the caller sets `attempt`."""
-        # As `ActiveRun.__init__`; a call would cost as much as the assignments.
-        self.among = services.runs
-        self.work = work
-        self.lease = lease
-        self.commits_itself = options.writes_outcome
-        self.outer = None
-        self.steps = None
-        self.is_over = False
-        self.end_future = None
-        self._services = services
-        self.options = options
-        self.writer = OutcomeWriter(services.client, work, lease) if options.writes_outcome else None
 
     def is_late(self) -> bool:
         """Whether too little of the lease is left to start the work now."""
@@ -181,7 +168,7 @@ class Run(ActiveRun):
             StoreError: The function could not record its outcome.
             CancelledError: The caller was cancelled; the key has been released.
         """
-        services, work, lease, runs = self._services, self.work, self.lease, self.among
+        services, work, lease, runs = self.services, self.work, self.lease, self.among
         if lease is None:
             return await self._call_unguarded(function)
         if lease.is_late():
@@ -223,7 +210,7 @@ class Run(ActiveRun):
 
     async def _raised(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded | NotStarted | None:
         """End a run whose function has raised `error`; `None` if the work has not failed: re-raise the error."""
-        self._services.client.home.check()
+        self.services.client.home.check()
         if isinstance(error, LateStartError) and error.lease is lease:
             self._leave()
             return self.not_started()
@@ -242,7 +229,7 @@ class Run(ActiveRun):
         lease, completion = self.lease, returned.completion
         try:
             if lease is not None and completion is not None:
-                began_at, services, wait = monotonic(), self._services, self.options.wait_for_store
+                began_at, services, wait = monotonic(), self.services, self.options.wait_for_store
                 with services.observer.phase(_COMPLETE, self.work.event_type, handler=self.work.handler):
                     await services.client.write_outcome(self.work, completion, lease.deadline, wait)
                 if services.cache is not None:
@@ -256,7 +243,7 @@ class Run(ActiveRun):
 
         `began_at`: the time by `time.monotonic` when the store was asked to record it.
         """
-        cache, work = self._services.cache, self.work
+        cache, work = self.services.cache, self.work
         if cache is None or work.forgotten:
             return
         reserved = completion.reservation
@@ -280,7 +267,7 @@ class Run(ActiveRun):
         lease, completion = self.lease, returned.completion
         assert lease is not None
         assert completion is not None
-        self._services.client.write_later(self.work, completion, lease.deadline)
+        self.services.client.write_later(self.work, completion, lease.deadline)
         self._leave()
 
     # Work between two callbacks.
@@ -294,7 +281,7 @@ class Run(ActiveRun):
         self.among.add(self)
         lease.enter(owner)
         work = self.work
-        phase = self._services.observer.phase(_HANDLE, work.event_type, attempt=attempt.number, handler=work.handler)
+        phase = self.services.observer.phase(_HANDLE, work.event_type, attempt=attempt.number, handler=work.handler)
         self._phase = DetachedPhase(phase, copy_context())
         return attempt
 
@@ -324,11 +311,11 @@ class Run(ActiveRun):
         if lease is None or not lease.entered:
             return
         lost = lease.leave()
-        self._phase.end(error)
+        self._end_phase(error)
         if lost:
             self._leave()
-            self._services.observer.count(Signal.RESERVATION_LOST, self.work.event_type)
-            raise self._services.client.lost(self.work, lease.reservation, withdrawn=lease.withdrawn) from error
+            self.services.observer.count(Signal.RESERVATION_LOST, self.work.event_type)
+            raise self.services.client.lost(self.work, lease.reservation, withdrawn=lease.withdrawn) from error
 
     async def finish(self, value: T) -> Executed[T]:
         """Record that the work is done.
@@ -380,18 +367,18 @@ class Run(ActiveRun):
             return
         if lease.entered:
             lease.leave()
-            self._phase.end()
+            self._end_phase()
             self._leave()
         else:
             if not self.has_started:
                 self.work.uncounted_attempts += 1
             lease.drop()
             self.end()
-        self._services.client.release_later(self.work, lease.reservation)
+        self.services.client.release_later(self.work, lease.reservation)
 
     def not_started(self) -> NotStarted:
         """Abandon the start because the lease is late, and prepare another reservation."""
-        self._services.observer.count(Signal.STALE_START_PREVENTED, self.work.event_type)
+        self.services.observer.count(Signal.STALE_START_PREVENTED, self.work.event_type)
         self.reserve_again()
         return NotStarted()
 
@@ -410,6 +397,10 @@ class Run(ActiveRun):
 
     # Internals.
 
+    def _end_phase(self, error: BaseException | None = None) -> None:
+        assert self._phase is not None, "it was started"
+        self._phase.end(error)
+
     def _begin_attempt(self, lease: HeldLease) -> Attempt:
         reserved, key = lease.reservation, self.work.key
         label = key.label if key.generation else key.name
@@ -423,14 +414,14 @@ class Run(ActiveRun):
         return attempt
 
     def _returned(self, lease: HeldLease, value: T) -> Returned[T]:
-        home = self._services.client.home
+        home = self.services.client.home
         if home.forks != home.forks_now:
             home.check()  # the function has forked and returned in the child; called only then, since it is slower
         if self.steps is not None:
             self.steps.report_orphans()
         if self.writer is not None:
             return Returned(self, value, None)
-        return Returned(self, value, self._services.client.outcome_of(self.work, lease.reservation, value))
+        return Returned(self, value, self.services.client.outcome_of(self.work, lease.reservation, value))
 
     def _leave(self) -> None:
         """End the run, and remove it from those in progress."""
@@ -439,7 +430,7 @@ class Run(ActiveRun):
     async def _call_unguarded(
         self, function: Callable[[Attempt], Awaitable[T]]
     ) -> Returned[T] | HandlerFailed | Discarded:
-        work, observer = self.work, self._services.observer
+        work, observer = self.work, self.services.observer
         try:
             with (
                 self.within(),
@@ -455,15 +446,15 @@ class Run(ActiveRun):
 
     def _unguarded_failure(self, error: Exception) -> HandlerFailed | Discarded:
         self.end()  # without `_leave`: the work keeps the token of an unanswered request
-        self._services.observer.count(Signal.HANDLER_FAILED, self.work.event_type)
-        number, rule = self.attempt.number, self.work.rule_for(error, self._services.config)
+        self.services.observer.count(Signal.HANDLER_FAILED, self.work.event_type)
+        number, rule = self.attempt.number, self.work.rule_for(error, self.services.config)
         if rule is not None and rule.action is FailureAction.DISCARD:
             return Discarded(error, number)
         return HandlerFailed(error, number, self._count_failure(error, rule, number), rule)
 
     async def _failed(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded | None:
         """Handle an error of the work and return its outcome; `None` if the work has not failed: re-raise the error."""
-        services, work, writer = self._services, self.work, self.writer
+        services, work, writer = self.services, self.work, self.writer
         refused = writer is not None and writer.refused
         if lease.lost and writer is not None and not refused:
             # The work took longer than its only lease: count it as a failure, or it would be retried forever.
@@ -486,7 +477,7 @@ class Run(ActiveRun):
         return await self._handler_failed(lease, error)
 
     async def _handler_failed(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded:
-        services, reserved = self._services, lease.reservation
+        services, reserved = self.services, lease.reservation
         services.observer.count(Signal.HANDLER_FAILED, self.work.event_type)
         rule = self.work.rule_for(error, services.config)
         if rule is not None and rule.action is FailureAction.DISCARD:
@@ -501,9 +492,9 @@ class Run(ActiveRun):
         return HandlerFailed(error, self.attempt.number, given_up=False, rule=rule, due_in=due_in)
 
     async def _discard(self, lease: HeldLease, error: Exception) -> HandlerFailed | Discarded:
-        client, work, reserved = self._services.client, self.work, lease.reservation
+        client, work, reserved = self.services.client, self.work, lease.reservation
         completion, began_at = client.discarded(reserved, describe_error(error), work.ttl), monotonic()
-        with self._services.observer.phase(_COMPLETE, work.event_type, handler=work.handler):
+        with self.services.observer.phase(_COMPLETE, work.event_type, handler=work.handler):
             try:
                 await client.write_outcome(work, completion, lease.deadline, self.options.wait_for_store)
             except ResultNotStoredError:
@@ -513,9 +504,9 @@ class Run(ActiveRun):
         return Discarded(error, self.attempt.number)
 
     async def _record_failure(self, lease: HeldLease, error: Exception, attempt: int) -> HandlerFailed:
-        client, work, reserved = self._services.client, self.work, lease.reservation
+        client, work, reserved = self.services.client, self.work, lease.reservation
         failure = client.failure(reserved, describe_error(error), work.ttl)
-        with self._services.observer.phase(Phase.FAIL, work.event_type, handler=work.handler):
+        with self.services.observer.phase(Phase.FAIL, work.event_type, handler=work.handler):
             try:
                 await client.write_outcome(work, failure, lease.deadline, self.options.wait_for_store)
             except ResultNotStoredError:
@@ -527,7 +518,7 @@ class Run(ActiveRun):
         self, error: Exception, rule: FailureRule | None, attempt: int, reserved: Reserved | None = None
     ) -> bool:
         """Count a failed run, and return whether it is the last one.  `rule`: the one for the error."""
-        config, work = self._services.config, self.work
+        config, work = self.services.config, self.work
         if reserved is not None and work.isolation is not Isolation.NONE:
             # Do not count crashes of attempts that ran beside others.
             attempt -= reserved.lapsed - reserved.lapsed_alone
@@ -556,14 +547,14 @@ class Run(ActiveRun):
             reserved.attempt,
             reserved.lapsed,
             reserved.lapsed_alone,
-            self._services.config.max_attempts,
+            self.services.config.max_attempts,
             isolates=work.isolation is not Isolation.NONE,
             most_attempts=0 if work.failures is None else work.failures.most_attempts,
         )
 
     def _crashes(self, reserved: Reserved) -> int:
         """Return how many attempts count as crashed."""
-        limit = self._services.config.max_attempts
+        limit = self.services.config.max_attempts
         if not reserved.lapsed or (self.work.isolation is Isolation.NONE and reserved.lapsed < limit):
             return reserved.attempt - 1
         alone = reserved.lapsed_alone

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+from msgspec import Struct
+
 from integr8s_idem.events import BaseEvent, Message, derived_event_id
 
 
-class Outgoing:
+class Outgoing(Struct, eq=False):
     """Outgoing events of a handler, which are published after the handler and its scope have succeeded."""
 
-    __slots__ = ("events",)
-
-    def __init__(self) -> None:
-        self.events: list[BaseEvent] | None = None
-        """As passed to `publish`; `None` if there are none, as usual."""
+    events: list[BaseEvent] | None = None
+    """As passed to `publish`; `None` if there are none, as usual."""
 
     def publish(self, event: BaseEvent) -> None:
         """Publish `event` after the handler has succeeded.

@@ -13,6 +13,8 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
+
 from integr8s_idem.codecs import header
 from integr8s_idem.engine.run import Run
 from integr8s_idem.handlers.handler import HandlerExecution
@@ -222,8 +224,7 @@ class Delivery:
             processing.end()
 
 
-@dataclass(slots=True, eq=False)
-class WorkItem:
+class WorkItem(Struct, eq=False):
     """One handler's work on a delivery."""
 
     delivery: Delivery

@@ -185,7 +185,7 @@ def every_crash_counts() -> AbstractContextManager[Any]:
     """Events that run concurrently with an event that kills its process are blamed as well."""
 
     def crashed_too_often(self: Run, reserved: Reserved) -> bool:
-        return reserved.previous is Previous.LAPSED and reserved.attempt > self._services.config.max_attempts
+        return reserved.previous is Previous.LAPSED and reserved.attempt > self.services.config.max_attempts
 
     return _patched(Run, "_crashed_too_often", crashed_too_often)
 
@@ -225,7 +225,7 @@ def completed_before_the_handler() -> AbstractContextManager[Any]:
 
     async def call(self: Run, function: Any) -> Any:
         assert self.lease is not None
-        client = self._services.client
+        client = self.services.client
         await client.complete(client.completion(self.lease.reservation, "done", self.work.ttl))
         return await original(self, function)
 
