@@ -39,8 +39,12 @@ from integr8s_idem.worker.tally import Tally
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS: Final = 15.0
+_FIRST_CLOSE_SECONDS: Final = 15.0
 """Timeout for closing a service's container, which waits until outcomes are recorded."""
+_REST_CLOSE_SECONDS: Final = 2.0
+"""Timeout for closing the rest, if one of its objects is not closed in time."""
+CLOSE_SECONDS: Final = _FIRST_CLOSE_SECONDS + _REST_CLOSE_SECONDS
+"""How long closing a service's container takes at most."""
 
 
 class RunningService:
@@ -214,10 +218,14 @@ def _is_being_cancelled() -> bool:
 
 
 async def _close(container: AsyncContainer, name: str) -> None:
-    try:
-        await bounded(container.close(), CLOSE_SECONDS)
-    except TimeoutError as error:
-        logger.warning("%s: closing its container: %s", name, error)
+    """Close a container, and again if it stops at an object of the application: those that remain include the store."""
+    for seconds in (_FIRST_CLOSE_SECONDS, _REST_CLOSE_SECONDS):
+        try:
+            await bounded(container.close(), seconds)
+        except TimeoutError as error:
+            logger.warning("%s: closing its container: %s", name, error)
+        else:
+            return
 
 
 class ServiceGroup:

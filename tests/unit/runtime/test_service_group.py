@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from io import StringIO
 from typing import Any, cast
 from unittest import mock
 
 import pytest
-from dishka import STRICT_VALIDATION, AsyncContainer, make_async_container, make_container
+from dishka import (
+    STRICT_VALIDATION,
+    AsyncContainer,
+    Provider,
+    Scope,
+    make_async_container,
+    make_container,
+    provide,
+)
 from rich.console import Console
 
-from integr8s_idem import BaseEvent, EventRouter, Service, Settings
+from integr8s_idem import (
+    BaseEvent,
+    EventPublisher,
+    EventRouter,
+    IdempotencyRepository,
+    MemoryIdempotencyRepository,
+    Service,
+    Settings,
+)
 from integr8s_idem.cli.run_table import report_table
 from integr8s_idem.integrations.dishka import (
     DispatcherProvider,
@@ -24,7 +41,7 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     TelemetryProvider,
 )
-from integr8s_idem.runtime import ServiceGroup
+from integr8s_idem.runtime import ServiceGroup, service_group
 from integr8s_idem.runtime.background import wait_forever
 from integr8s_idem.runtime.service_group import RunningService
 from integr8s_idem.worker.isolation_gate import IsolationGate
@@ -44,13 +61,16 @@ def router() -> EventRouter:
     return router
 
 
-def container(settings: Settings, name: str = "billing", handlers: EventRouter | None = None) -> AsyncContainer:
+def container(
+    settings: Settings, name: str = "billing", handlers: EventRouter | None = None, more: Sequence[Provider] = ()
+) -> AsyncContainer:
     return make_async_container(
         TelemetryProvider(),
         EventContextProvider(),
         IdempotencyProvider(),
         KafkaProvider(),
         IdempotentDispatcherProvider(handlers or router()),
+        *more,
         context={Settings: settings, ServiceName: ServiceName(name)},
         validation_settings=STRICT_VALIDATION,
     )
@@ -78,6 +98,44 @@ async def test_a_service_without_handlers_is_refused(caplog: pytest.LogCaptureFi
         return container(settings, handlers=EventRouter())
 
     assert "has no topics" in await failure_of(Service("billing", container=empty), caplog)
+
+
+class Hanging(Provider):
+    """A publisher that is closed before the store, and ends `close` in an unusual way."""
+
+    def __init__(self, close: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(scope=Scope.APP)
+        self._close = close
+        self.closed_store = False
+
+    @provide(override=True)
+    async def publisher(self, settings: Settings, store: IdempotencyRepository) -> AsyncIterable[EventPublisher]:
+        yield EventPublisher(settings.kafka)
+        await self._close()
+
+    @provide(override=True)
+    async def store(self) -> AsyncIterable[IdempotencyRepository]:
+        yield MemoryIdempotencyRepository()
+        self.closed_store = True
+
+
+async def cancelled() -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("close", [wait_forever, cancelled])
+async def test_the_store_is_closed_although_another_object_does_not_close(
+    close: Callable[[], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_group, "_FIRST_CLOSE_SECONDS", 0.05)
+    hanging = Hanging(close)
+
+    def without_topics(settings: Settings) -> AsyncContainer:
+        return container(settings, handlers=EventRouter(), more=[hanging])
+
+    assert await ServiceGroup([Service("billing", container=without_topics)], SETTINGS).run() == 1
+
+    assert hanging.closed_store
 
 
 async def test_a_container_that_is_not_async_is_refused(caplog: pytest.LogCaptureFixture) -> None:
