@@ -79,8 +79,8 @@ async def guarded(
             a commit during a rebalance makes aiokafka rejoin the group.
 
     Raises:
-        ApplicationError: The consumer has auto-commit enabled, a delivery was neither run nor skipped, or a rule has a
-            pause of its own.
+        ApplicationError: The consumer is not started or has auto-commit enabled, a delivery was neither run nor
+            skipped, or a rule has a pause of its own.
         ServiceStoppedError: A rule stops the loop; the record is not committed.
         KafkaError: Raised by `AIOKafkaConsumer.getmany`.
     """
@@ -89,6 +89,8 @@ async def guarded(
             "the consumer has auto-commit enabled, which also commits records that are not processed: "
             "create it with AIOKafkaConsumer(enable_auto_commit=False)"
         )
+    if getattr(consumer, "_coordinator", True) is None:  # created by `start`
+        raise ApplicationError("the consumer is not started: call `await consumer.start()` before the loop")
     checked_ttl = None if ttl is None else manager.checked_ttl(ttl)
     policy = policy_of(failures)
     offsets = Offsets(consumer, duration(commit_interval, "commit_interval").total_seconds())

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import pytest
-from aiokafka import TopicPartition
+from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import RecordTooLargeError
 from pydantic import ValidationError
 
@@ -308,3 +308,11 @@ async def test_without_rules_a_loop_has_not_even_the_default_ones(
             await delivery.run(invalid)
 
     assert (delivery.settled, len(given_up)) == (final, int(final))
+
+
+async def test_a_consumer_that_is_not_started_is_refused() -> None:
+    consumer = AIOKafkaConsumer("orders", group_id="billing", enable_auto_commit=False)
+
+    with pytest.raises(ApplicationError, match=r"call `await consumer.start\(\)` before the loop"):
+        await anext(aiokafka.guarded(consumer, plain_manager()))
+    await consumer.stop()
