@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,7 @@ from integr8s_idem.stores.redis import RedisIdempotencyRepository, redis_client
 from integr8s_idem.stores.redis.access import acl_setuser
 from integr8s_idem.stores.redis.errors import guarded
 from tests.packaging.repository import ROOT
+from tests.support.conditions import eventually
 from tests.support.redis import DURABLE, RedisServer, bundled_binary, needs_newer_binary
 
 LEASE = timedelta(seconds=30)
@@ -73,6 +75,21 @@ async def test_the_error_of_a_connection_whose_event_loop_is_closed_is_the_same(
 
     with pytest.raises(ApplicationError, match=OTHER_LOOP), guarded("reserve", LEASE):
         closed.call_soon(print)
+
+
+async def test_the_error_of_the_debug_mode_of_asyncio_is_the_same() -> None:
+    other = asyncio.new_event_loop()
+    other.set_debug(True)
+    with ThreadPoolExecutor() as thread:
+        running = thread.submit(other.run_forever)
+        await eventually(other.is_running)
+        try:
+            with pytest.raises(ApplicationError, match=OTHER_LOOP), guarded("reserve", LEASE):
+                other.call_soon(print)
+        finally:
+            other.call_soon_threadsafe(other.stop)
+            await asyncio.wrap_future(running)
+            other.close()
 
 
 CALLS: dict[str, Callable[[RedisIdempotencyRepository], Coroutine[Any, Any, Any]]] = {

@@ -68,8 +68,8 @@ _CODE_OF_REFUSAL: Final = {
 
 _TEMPORARY_CODE: Final = re.compile(rf"\b({'|'.join(_TEMPORARY)})\b")
 _REFUSED_COMMAND: Final = re.compile(r"permissions? to run the '([^']+)' command")
-_OTHER_LOOP: Final = re.compile(r"[Ee]vent loop is closed|different (event )?loop")
-"""Errors of asyncio for a connection that was opened in another event loop."""
+_OTHER_LOOP: Final = re.compile(r"[Ee]vent loop is closed|different (event )?loop|loop other than the current one")
+"""Errors of asyncio for a connection that was opened in another event loop; the last one is that of its debug mode."""
 _NO_PERMISSION: Final = re.compile(r"NOPERM|permissions|can't run this command")
 
 
