@@ -221,11 +221,20 @@ async def _close(container: AsyncContainer, name: str) -> None:
     """Close a container, and again if it stops at an object of the application: those that remain include the store."""
     for seconds in (_FIRST_CLOSE_SECONDS, _REST_CLOSE_SECONDS):
         try:
-            await bounded(container.close(), seconds)
+            await bounded(_close_all(container), seconds)
         except TimeoutError as error:
             logger.warning("%s: closing its container: %s", name, error)
         else:
             return
+
+
+async def _close_all(container: AsyncContainer) -> None:
+    """Close a container.  `SystemExit` would end the event loop, with the handlers of other services."""
+    try:
+        await container.close()
+    except SystemExit as error:
+        await _close_all(container)  # what remains
+        raise ApplicationError("an object of the container called sys.exit() when it was closed") from error
 
 
 class ServiceGroup:

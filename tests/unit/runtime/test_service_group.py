@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from io import StringIO
 from typing import Any, cast
@@ -123,7 +124,11 @@ async def cancelled() -> None:
     raise asyncio.CancelledError
 
 
-@pytest.mark.parametrize("close", [wait_forever, cancelled])
+async def exiting() -> None:
+    sys.exit(5)
+
+
+@pytest.mark.parametrize("close", [wait_forever, cancelled, exiting])
 async def test_the_store_is_closed_although_another_object_does_not_close(
     close: Callable[[], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
