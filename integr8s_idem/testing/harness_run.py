@@ -239,6 +239,8 @@ class Running:
                 worker_run.lose()
                 if worker_run.process.dead:
                     await self._close_connections(worker_run)
+                if worker_run not in self.present():
+                    continue  # another task that waits has replaced it meanwhile
                 self.worker_runs.append(WorkerRun(self.world, worker_run.service, worker_run.number + 1))
                 await self._time.rest()
 

@@ -276,6 +276,19 @@ async def test_a_concurrent_duplicate_waits_for_the_first_run() -> None:
         assert (payments.charges, harness.duplicates) == (["1"], 1)
 
 
+async def test_several_tasks_may_publish_and_wait_at_the_same_time() -> None:
+    payments = FakePayments(knows_keys=True)
+
+    async with harness_of(payments) as harness, harness_of(FakePayments()) as other:
+        harness.crash_at("after_handler")
+        orders = [harness.publish(Placed(order=order)) for order in "123"]
+        await asyncio.gather(*orders, other.publish(Placed()), harness.advance(1))
+
+        assert len(other.runs) == 1
+
+    assert sorted(payments.charges) == ["1", "2", "3"]
+
+
 async def test_records_expire_after_their_ttl() -> None:
     payments, order = FakePayments(), Placed()
 
