@@ -93,6 +93,7 @@ class WorkerHarness:
         self._has_sqlite_store = sqlite_file is not None
         self._overrides = Overrides(fakes or {}, providers)
         self._entered: Running | None = None
+        self._has_ended = False
 
     # Deliveries.
 
@@ -116,8 +117,7 @@ class WorkerHarness:
         Raises:
             ApplicationError: No service of this harness reads its topic.
         """
-        here = self._here
-        message = here.publisher.message(event)
+        message = self._open.publisher.message(event)
         self.put(message.topic, message.value, message.headers, key=message.key, partition=partition)
 
     def put(
@@ -134,13 +134,14 @@ class WorkerHarness:
         Raises:
             ApplicationError: No service of this harness reads `topic`.
         """
-        topics = self._here.topics()
+        here = self._open
+        topics = here.topics()
         if topic not in topics:
             raise ApplicationError(
                 f"no service of this harness reads {topic}; they read: {', '.join(sorted(topics))}. "
                 "Name the service that does, or fix [kafka] topic_prefix"
             )
-        self._here.world.broker.append(topic, key, value, headers, partition=partition)
+        here.world.broker.append(topic, key, value, headers, partition=partition)
 
     async def redeliver(self, event: BaseEvent) -> None:
         """Deliver the same event once more, like a producer that did not get the broker's answer."""
@@ -148,7 +149,7 @@ class WorkerHarness:
 
     async def redeliver_all(self) -> None:
         """Deliver all messages so far once more, in order, and wait until they are settled."""
-        self._here.repeat_all()
+        self._open.repeat_all()
         await self.settled()
 
     async def settled(self) -> None:
@@ -159,13 +160,13 @@ class WorkerHarness:
         Raises:
             NotSettledError: The messages do not become settled.
         """
-        await self._here.settle()
+        await self._open.settle()
 
     # Time and faults.
 
     async def advance(self, seconds: float) -> None:
         """Advance the time by `seconds`; timers that are due fire in order."""
-        await self._here.advance(seconds)
+        await self._open.advance(seconds)
 
     def crash_at(self, point: CrashPoint | str, occurrence: int = 1) -> None:
         """Crash the worker that reaches `point`, as by SIGKILL.  A new one takes over when the lease lapses.
@@ -264,21 +265,22 @@ class WorkerHarness:
 
     @property
     def entered(self) -> bool:
-        """Whether the harness has been entered."""
-        return self._entered is not None
+        """Whether the harness has been entered, and has not ended."""
+        return self._entered is not None and not self._has_ended
 
     async def __aenter__(self) -> WorkerHarness:
         here = Running(
             self._settings, self._services, self._overrides, _sqlite_store() if self._has_sqlite_store else None
         )
         await here.begin()
-        self._entered = here
+        self._entered, self._has_ended = here, False
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         here, missed = self._here, self.unreached
+        self._has_ended = True
         await here.end()
         if kind is None and missed:
             raise NotReachedError(
@@ -290,9 +292,16 @@ class WorkerHarness:
         if self._entered is None:
             raise RuntimeError(
                 "this harness has not been entered: write `async with harness:`, or return it from a fixture and "
-                "enable the plugin integr8s_idem.testing.plugin"
+                "enable the plugin integr8s_idem.testing.plugin, which enters it for the test, after all fixtures"
             )
         return self._entered
+
+    @property
+    def _open(self) -> Running:
+        """The run, whose workers are still there.  After its end, only its results can be read."""
+        if self._has_ended:
+            raise RuntimeError("this harness has ended: enter it again, which begins with an empty broker and store")
+        return self._here
 
 
 def recorded_spans(harness: WorkerHarness) -> RecordedSpans:

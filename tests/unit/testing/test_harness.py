@@ -545,6 +545,20 @@ async def test_using_a_harness_before_entering_it_raises_an_error() -> None:
         await harness_of(FakePayments()).publish(Placed())
 
 
+async def test_a_harness_that_has_ended_has_only_results_until_it_is_entered_again() -> None:
+    async with harness_of(FakePayments()) as harness:
+        await harness.publish(Placed())
+    before = asyncio.all_tasks()
+
+    for use in (harness.publish(Placed()), harness.redeliver_all(), harness.settled(), harness.advance(1)):
+        with pytest.raises(RuntimeError, match="has ended: enter it again"):
+            await use
+    assert (len(harness.runs), asyncio.all_tasks()) == (1, before)
+
+    async with harness:
+        assert harness.runs == []
+
+
 async def test_overrides_cannot_be_combined_with_a_settings_object() -> None:
     with pytest.raises(ApplicationError, match="set the values in the object"):
         WorkerHarness(PLATFORM, settings=SETTINGS, overrides={"kafka": {}})

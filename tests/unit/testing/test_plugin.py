@@ -55,6 +55,10 @@ def harness(payments):
 def silent():
     return WorkerHarness(platform, "audit", settings=SETTINGS)
 
+@pytest.fixture(scope="module")
+def shared():
+    return WorkerHarness(platform, "audit", settings=SETTINGS)
+
 @pytest.fixture
 def embedded(embedded_servers, payments):
     return EmbeddedHarness(platform, servers=embedded_servers, fakes={{Payments: payments}}, settings=SETTINGS)
@@ -97,6 +101,13 @@ async def test_crashes(silent, crash_point):
 async def test_crash_by_name(silent):
     silent.crash_at("before_publish")
     await silent.publish(PAID)
+
+async def test_shared(shared):
+    await shared.publish(PAID)
+    assert len(shared.runs) == 1
+
+async def test_shared_again(shared):
+    await test_shared(shared)
 
 async def test_sockets(embedded, payments):
     await embedded.publish(ORDER)
@@ -157,6 +168,10 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> PytestResult:
 def test_a_harness_fixture_is_entered_for_its_test(result: PytestResult) -> None:
     assert result.of("test_redelivery") == {"PASSED": 1}
     assert result.of("TestInAClass::test_redelivery") == {"PASSED": 1}
+
+
+def test_a_harness_fixture_of_a_module_is_entered_for_each_of_its_tests(result: PytestResult) -> None:
+    assert result.of("test_shared") + result.of("test_shared_again") == {"PASSED": 2}
 
 
 def test_a_repeatable_handler_passes_with_every_fault(result: PytestResult) -> None:
