@@ -91,7 +91,7 @@ class EmbeddedHarness:
 
     @property
     def entered(self) -> bool:
-        """Whether the harness has been entered."""
+        """Whether the harness has been entered, and has not ended."""
         return self._publisher is not None
 
     async def publish(self, *events: BaseEvent) -> None:
@@ -100,9 +100,9 @@ class EmbeddedHarness:
         Raises:
             NotSettledError: See `settled`.
         """
-        assert self._publisher is not None, "inside `async with`"
+        publisher = self._require_open()
         self._sent += events
-        await self._publisher.publish(*events)
+        await publisher.publish(*events)
         await self.settled()
 
     async def redeliver_all(self) -> None:
@@ -117,6 +117,7 @@ class EmbeddedHarness:
             NotSettledError: This took longer than half a minute.
             Exception: The error with which a service ended.
         """
+        self._require_open()
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while await self._is_open():
@@ -149,12 +150,30 @@ class EmbeddedHarness:
         """Number of deliveries answered by the record of an earlier run."""
         return sum(service.report().tally.duplicates for service in self._running)
 
+    def _require_open(self) -> EventPublisher:
+        """Return the publisher, unless the services have ended: then only `handled` and `duplicates` can be read."""
+        if self._publisher is None:
+            raise RuntimeError(
+                "this harness has not been entered, or has ended: use it inside `async with harness:`, or in a test "
+                "with the plugin integr8s_idem.testing.plugin"
+            )
+        return self._publisher
+
     def _check(self) -> None:
         for service in self._running:
             if service.error is not None:
                 raise service.error
 
     async def __aenter__(self) -> EmbeddedHarness:
+        try:
+            await self._begin()
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def _begin(self) -> None:
+        self._containers, self._sent = [], []
         self._publisher = EventPublisher(self._settings.kafka)
         self._stack.push_async_callback(self._publisher.close)
         isolation = IsolationGate()
@@ -166,13 +185,16 @@ class EmbeddedHarness:
             await asyncio.sleep(LOOK_SECONDS)
         self._watching = [await self._watch(service) for service in self._running]
         self._overrides.check()
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stack.aclose()
+        await self._end()
         self._check()
+
+    async def _end(self) -> None:
+        self._publisher = None
+        await self._stack.aclose()
 
     async def _watch(self, running: RunningService) -> tuple[Consumer, Sequence[str]]:
         """Make a consumer that reads the offsets of a service's group without joining it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from sqlalchemy import text
 
 from examples.bookings import PaymentReceived, platform
 from integr8s_idem.embedded import EmbeddedKafka, EmbeddedServers
-from integr8s_idem.errors import StoreConfigurationError
+from integr8s_idem.errors import ApplicationError, StoreConfigurationError
 from integr8s_idem.stores.sql import sql_engine
 from integr8s_idem.testing import EmbeddedHarness
 
@@ -58,3 +59,25 @@ async def test_the_error_of_a_failing_service_is_raised(kafka: EmbeddedServers, 
 
     with pytest.raises(StoreConfigurationError):
         await harness.__aenter__()
+
+
+async def test_a_harness_that_cannot_begin_leaves_no_tasks_behind(kafka: EmbeddedServers, database: Path) -> None:
+    store = {"kind": "sqlite", "path": str(database)}
+    harness = EmbeddedHarness(platform, servers=kafka, fakes={int: 1}, overrides={"store": store}, own_store=True)
+    before = asyncio.all_tasks()
+
+    with pytest.raises(ApplicationError, match="no service provides the type of these fakes: int"):
+        await harness.__aenter__()
+
+    assert (asyncio.all_tasks(), harness.entered) == (before, False)
+
+
+async def test_a_harness_that_has_ended_may_be_entered_again(harness: EmbeddedHarness) -> None:
+    for _ in range(2):
+        async with harness:
+            await harness.publish(PaymentReceived(account="2", amount=1))
+            await harness.redeliver_all()
+            assert (harness.handled, harness.duplicates) == (2, 1)
+    for use in (harness.publish(), harness.redeliver_all(), harness.settled()):
+        with pytest.raises(RuntimeError, match="has ended"):
+            await use
