@@ -12,7 +12,7 @@ import inspect
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from enum import Enum
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -121,8 +121,13 @@ def processes_in_loop() -> Iterator[None]:
     before: Callable[..., asyncio.Task[Any]] | None = loop.get_task_factory()  # type: ignore[assignment]
 
     def make(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-        context = options.get("context")
-        process: Any = SIMULATED_PROCESS.get() if context is None else context.get(SIMULATED_PROCESS)
+        process: Any = SIMULATED_PROCESS.get()
+        context: Context | None = options.get("context")
+        if context is not None:
+            own = context.get(SIMULATED_PROCESS)
+            if own is None and process is not None:  # a new context, such as that of a batch
+                context.run(SIMULATED_PROCESS.set, process)
+            process = own or process
         controlled = work if process is None else _controlled(process, work)
         task = asyncio.Task(controlled, loop=loop, **options) if before is None else before(loop, controlled, **options)
         if process is not None:

@@ -6,13 +6,14 @@ import asyncio
 import gc
 import warnings
 from collections.abc import Iterator
+from contextvars import Context
 
 import pytest
 from aiokafka import ConsumerRebalanceListener
 from aiokafka.errors import CommitFailedError
 
 from integr8s_idem.testing.memory_broker import MemoryBroker, MemoryConsumer
-from integr8s_idem.testing.simulated_processes import Process, processes_in_loop
+from integr8s_idem.testing.simulated_processes import Process, current_process, processes_in_loop
 from integr8s_idem.worker.kafka_protocols import Partition
 
 
@@ -53,6 +54,25 @@ class TestProcess:
         await process.bury()
 
         assert (before_burial, steps) == ([], ["finally"])
+
+    async def test_tasks_with_a_context_of_their_own_die_with_it(self, process: Process) -> None:
+        steps, awaited = [], asyncio.Event()
+
+        async def child() -> None:
+            await awaited.wait()
+            steps.append(current_process())
+
+        async def work() -> None:
+            await asyncio.get_running_loop().create_task(child(), context=Context())
+
+        process.start(work())
+        await turns()
+        process.die()
+        awaited.set()
+        await turns()
+        await process.bury()
+
+        assert steps == []
 
     async def test_tasks_of_a_process_die_with_it(self, process: Process) -> None:
         steps = []
