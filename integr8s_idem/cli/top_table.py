@@ -136,7 +136,8 @@ def _by_service(snapshot: FleetSnapshot) -> dict[str, list[ServiceRow]]:
 
 def _width(table: Table, width: int) -> int:
     """Return the width of the table without line breaks, regardless of the terminal's width."""
-    return Console(width=max(width, 1_000)).measure(table).maximum
+    # With a height, since rich ignores a width alone on terminals without control sequences, such as TERM=dumb.
+    return Console(width=max(width, 1_000), height=1).measure(table).maximum
 
 
 def _reasons(snapshot: FleetSnapshot) -> Iterator[Text]:

@@ -122,6 +122,19 @@ async def test_the_outbox_and_its_failures_are_shown(age: int) -> None:
     assert f"1,200 events wait in the outbox, the oldest for {age} s" in page.getvalue()
 
 
+@pytest.mark.parametrize("terminal", ["xterm", "dumb"])
+async def test_columns_that_do_not_fit_are_omitted(terminal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TERM", terminal), ("FORCE_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    async with Process().served() as endpoints:
+        snapshot = await watched(endpoints.port).poll()
+
+    page = StringIO()
+    Console(file=page, width=80, height=24, color_system=None).print(fleet_table(snapshot, 80))
+    headings = "service state handled/s dups in flight retries dead errors lag"
+    assert page.getvalue().splitlines()[1].split() == headings.split()
+
+
 async def test_the_reason_why_a_service_is_not_ready_is_shown() -> None:
     process = Process()
     process.health = Health((ServiceHealth("billing", live=True, ready=False, reason="has no partitions yet"),))
