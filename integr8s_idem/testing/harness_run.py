@@ -103,7 +103,7 @@ class Running:
                 await worker_run.ended()
         finally:
             for worker_run in self.worker_runs:
-                await worker_run.process.bury()
+                await worker_run.bury()
                 await self._close_connections(worker_run)
             if self.world.sqlite is not None:
                 await self.world.sqlite.close()

@@ -58,9 +58,16 @@ class Process:
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start `work` in this process, within `processes_in_loop`."""
+        return asyncio.get_running_loop().create_task(work, context=self._context())
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call `function`, whose tasks belong to this process."""
+        self._context().run(function)
+
+    def _context(self) -> Context:
         context = copy_context()
         context.run(SIMULATED_PROCESS.set, self)
-        return asyncio.get_running_loop().create_task(work, context=context)
+        return context
 
     def die(self) -> None:
         """Crash: no task takes another step after its next `await`."""

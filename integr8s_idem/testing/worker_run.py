@@ -167,6 +167,14 @@ class WorkerRun:
         """Wait for the end of the run, and raise its error."""
         await self._main
 
+    async def bury(self) -> None:
+        """Clean up after a crash."""
+        self.process.die()
+        if self.worker is not None:
+            # Or it would believe that handlers have cancelled its tasks, which are cancelled now, and start others.
+            self.process.call(self.worker.abandon_all)
+        await self.process.bury()
+
     def lose(self) -> None:
         """Remove a crashed or stalled worker from its group."""
         if self.process.dead:

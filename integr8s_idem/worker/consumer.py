@@ -479,6 +479,11 @@ class ServiceWorker:
                     raise self._fenced() from error
                 ended.result()
 
+    def abandon_all(self) -> None:
+        """Start and retry no more deliveries, without waiting for those that run."""
+        self._partitions.close_all()
+        self._pipeline.abandon_all()
+
     async def _drain(self, consumer: Consumer) -> None:
         """Wait for running handlers, and release waiting deliveries.  Polling continues meanwhile."""
         self._phase = "draining"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -12,6 +13,7 @@ from dishka import STRICT_VALIDATION, AsyncContainer, FromDishka, Provider, Scop
 from dishka.provider import BaseProvider
 
 from integr8s_idem import Attempt, BaseEvent, EventRouter, Outgoing, Platform, Service, Settings
+from integr8s_idem.config import ServiceSettings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.integrations.dishka import (
     DispatcherProvider,
@@ -422,6 +424,19 @@ async def test_the_harness_leaves_no_tasks_behind() -> None:
 
     assert asyncio.all_tasks() == before
     assert asyncio.get_running_loop().get_task_factory() is None
+
+
+async def test_a_crashed_worker_begins_nothing_when_it_is_cleaned_up(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither a retry, nor a task for events whose turn had come: that would keep the next harness of the loop busy."""
+    unordered = SETTINGS.model_copy(update={"services": {"billing": ServiceSettings(ordering="none")}})
+    for _ in range(2):
+        payments = FakePayments(knows_keys=True)
+        async with WorkerHarness(PLATFORM, "billing", fakes={Payments: payments}, settings=unordered) as harness:
+            payments.after = partial(harness.reached, "charged")
+            harness.crash_at("charged")
+            await harness.publish(*(Placed(order=str(number)) for number in range(9)))
+
+    assert caplog.messages == []
 
 
 async def test_a_container_is_closed_at_the_end() -> None:
