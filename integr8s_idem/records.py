@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, final
 
 from msgspec import Struct
 
@@ -62,6 +62,7 @@ class Previous(str, Enum):
     """Its lease ended without an outcome: the owner crashed or stalled.  This run is a takeover."""
 
 
+@final
 class StoredResult(Struct, frozen=True, gc=False):
     """The result of a handler, as bytes and their media type."""
 
@@ -102,6 +103,7 @@ class ReserveRequest(Struct, frozen=True, kw_only=True, gc=False):
     """Whether the attempt runs alone in its process: if it lapses, no other work can have crashed the process."""
 
 
+@final
 class Reserved(Struct, frozen=True, kw_only=True, gc=False):
     """The caller may do the work until the lease ends, unless another worker has a higher `fence`."""
 
@@ -146,6 +148,7 @@ class Scheduled(Struct, frozen=True, kw_only=True, gc=False):
     """Who scheduled it."""
 
 
+@final
 class Completed(Struct, frozen=True, kw_only=True, gc=False):
     """The work is done; `result` is its result."""
 

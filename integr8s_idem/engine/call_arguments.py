@@ -35,7 +35,7 @@ def require_reserved(method: str, values: Iterable[object]) -> None:
             )
 
 
-def reservations_of(method: str, single_method: str, given: Iterable[Reserved]) -> list[Reserved]:
+def reservations_of(method: str, single_method: str, given: Reserved | Iterable[Reserved]) -> list[Reserved]:
     """Return the reservations that `method` was given, in order.
 
     `single_method`: the method for a single reservation.

@@ -153,7 +153,7 @@ class Executor(RunServices):
             return run
         for signal in _note_verdict(work, verdict):
             self.observer.count(signal, work.event_type)
-        if not isinstance(verdict, Reserved):
+        if type(verdict) is not Reserved:  # faster than isinstance, which a metaclass slows down
             return self.declined(work, verdict, options)
         run = self.reserved(work, verdict, asked_at, options)
         if verdict.previous is _LAPSED and run.has_crashed_too_often:
@@ -208,7 +208,7 @@ class Executor(RunServices):
         run = await self.open(work, options)
         late_starts = 0
         while True:
-            if not isinstance(run, Run) or run.is_suspect:
+            if type(run) is not Run or run.is_suspect:
                 return run  # type: ignore[return-value]  # a suspect run, only of the two methods below
             if self.runs.pace.is_turn_over():
                 await run.wait_for_turn()
@@ -494,7 +494,7 @@ _HIT_AND_TAKEOVER: Final = (Signal.TAKEOVER, _CACHE_HIT)
 def _note_verdict(work: Work, verdict: Verdict) -> tuple[Signal, ...]:
     """Note in `work` that the store has answered, and return what to count."""
     is_first, work.known, work.unstarted = not work.known, True, None
-    if not isinstance(verdict, Reserved):
+    if type(verdict) is not Reserved:
         return _HIT if is_first else ()
     work.token = b""  # the next `reserve` is an attempt of its own
     is_takeover = verdict.fence != work.fence and verdict.previous is _LAPSED

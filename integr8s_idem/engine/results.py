@@ -64,7 +64,7 @@ def encode_result(value: object) -> StoredResult:
     """
     if value is None:
         return _NOTHING
-    if isinstance(value, StoredResult):
+    if type(value) is StoredResult:
         return value
     if isinstance(value, bytes):
         return StoredResult(value, OCTETS)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import monotonic
 from types import CoroutineType
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, final
 
 from msgspec import Struct
 
@@ -102,6 +102,7 @@ class Returned(Struct, Generic[T], frozen=True, eq=False):
     """`None` if the function has recorded its outcome, or if there is no reservation."""
 
 
+@final
 class Run(ActiveRun, kw_only=True, eq=False):
     """A run of a unit of work, with or without a reservation."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from time import perf_counter
-from typing import Final, Generic, Protocol, TypeAlias, TypeVar
+from typing import Final, Generic, Protocol, TypeAlias, TypeVar, final
 
 from msgspec import Struct
 
@@ -210,6 +210,7 @@ class Work(Struct):
         self.unstarted = None
 
 
+@final
 class Executed(Struct, Generic[T], frozen=True):
     """The function ran and returned."""
 

@@ -19,7 +19,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from typing import Final
+from typing import Final, final
 from urllib.parse import quote
 
 from msgspec import Struct
@@ -66,6 +66,7 @@ _RESERVED: Final = tuple(f"{entry.value}:" for entry in EntryPoint)
 """Prefixes that are escaped in keys from callers."""
 
 
+@final
 class Key(Struct, frozen=True, gc=False):
     """One unit of work within a scope, already escaped."""
 
@@ -154,7 +155,7 @@ class KeySpace:
 
     def key(self, given: str | Key) -> Key:
         """Return the key for a caller's string or a key, with a hashed name if keys are hashed."""
-        key = given if isinstance(given, Key) else Key.of(given)
+        key = given if type(given) is Key else Key.of(given)
         return key.hidden() if self.hash_keys else key
 
     def step(self, full: str, name: str, slot: int) -> Key:

@@ -52,7 +52,7 @@ class KeyedWork(Struct, frozen=True, gc=False):
 class KeyResolver:
     """Derives the key of an event for a handler, before the handler can modify the event."""
 
-    strategy: KeyStrategy = _EVENT_BASED
+    strategy: KeyStrategy = KeyStrategy.EVENT_BASED
     fields: frozenset[str] | None = None
     """For `content_hash`: use only these fields."""
     custom: Callable[[BaseEvent], str] | None = None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 from msgspec import Struct
 
@@ -224,6 +224,7 @@ class Delivery:
             processing.end()
 
 
+@final
 class WorkItem(Struct, eq=False):
     """One handler's work on a delivery."""
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, final
 
 from msgspec import Struct
 
@@ -74,6 +74,7 @@ class Decoded(Struct, frozen=True, eq=False):
     """Entered around its handling."""
 
 
+@final
 class UnverifiedReplay(Decoded, frozen=True, eq=False, kw_only=True):
     """A delivery whose replay headers are honored only if the store confirms that the work failed."""
 

@@ -231,7 +231,7 @@ class Pipeline:
                 self._ahead.add(delivery, decoded)
         while taken:
             each = taken.popleft()
-            if isinstance(each, WorkItem):
+            if type(each) is WorkItem:
                 due.append(each.execution)
                 self._prepare(each, to_reserve)
             elif (decoded := self._ahead.decode(each, self._context)) is not None:
@@ -255,7 +255,7 @@ class Pipeline:
         """Begin the turn of a delivery.  `items`: those that were created before its turn."""
         if decoded.dead_letter is not None:
             self._conclusions.dead_letter(delivery, decoded.dead_letter)
-        elif isinstance(decoded, UnverifiedReplay):
+        elif type(decoded) is UnverifiedReplay:
             self._conclusions.verify(delivery, decoded)
         else:
             items = items or delivery.begin_items(decoded.executions)

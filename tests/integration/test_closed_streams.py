@@ -49,7 +49,8 @@ def health(port: int) -> str:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5) as answer:
                 return str(answer.read().decode())
         except HTTPError as error:
-            return str(error.read().decode())
+            with error:
+                return str(error.read().decode())
     return ""
 
 

@@ -43,7 +43,8 @@ class SupervisedProcess(ServiceProcess):
             with urllib.request.urlopen(self.address + path, timeout=10) as answer:
                 return answer.status, answer.read().decode()
         except HTTPError as error:
-            return error.code, error.read().decode()
+            with error:
+                return error.code, error.read().decode()
 
     def health(self, path: str = "/readyz") -> dict[str, Any]:
         """Return the body of a probe."""
