@@ -15,14 +15,17 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from sqlalchemy import func, select, text, update
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
+from integr8s_idem import Settings
+from integr8s_idem.config import KafkaSettings
+from integr8s_idem.integrations.sqlalchemy import Outbox
 from integr8s_idem.stores.sql import metadata, migrate, sql_engine
 from integr8s_idem.stores.sql.engine import reading
 from integr8s_idem.stores.sql.schema import buckets, outbox
 from tests.support.databases import KINDS, url_of
 from tests.support.kafka import Kafka
-from tests.support.outbox_writer import CREATE, OrderPlaced
+from tests.support.outbox_writer import CREATE, OrderPlaced, place
 from tests.support.processes import ServiceProcess
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -226,6 +229,31 @@ async def test_kills_of_writers_and_of_relays_also_suspended_ones_lose_nothing_a
             process.kill()
         for writer in writers:
             writer.wait()
+        await shop.end_claims()
+    await drain(shop)
+
+    committed, published = await shop.placed(), await shop.published()
+
+    assert {key: list(dict.fromkeys(ids)) for key, ids in published.items()} == committed
+
+
+async def place_large_orders(shop: Shop) -> None:
+    """Commit 120 orders, each with an event of about a megabyte."""
+    outbox = Outbox(Settings(kafka=KafkaSettings(topic_prefix=shop.prefix)), service="shop")
+    for _ in range(30):
+        for key in KEYS:
+            async with AsyncSession(shop.engine) as session, session.begin():
+                assert await place(session, outbox, key, ENOUGH, note="x" * 1_000_000)
+
+
+@pytest.mark.scenario(142)
+async def test_a_backlog_of_large_events_is_published_although_relays_are_killed(shop: Shop) -> None:
+    await place_large_orders(shop)
+    for _ in range(2):
+        relay = shop.relay()
+        await more_is_confirmed(shop)
+        relay.kill()
+        assert await shop.waiting()
         await shop.end_claims()
     await drain(shop)
 

@@ -24,9 +24,10 @@ CREATE = "CREATE TABLE placed (order_key VARCHAR(50) NOT NULL, number INTEGER NO
 class OrderPlaced(BaseEvent):
     event_type: Literal["order_placed"] = "order_placed"
     number: int
+    note: str = ""
 
 
-async def place(session: AsyncSession, outbox: Outbox, key: str, last: int) -> bool:
+async def place(session: AsyncSession, outbox: Outbox, key: str, last: int, note: str = "") -> bool:
     """Place the next order of `key`, and return whether there was one."""
     count = text("SELECT count(*) FROM placed WHERE order_key = :key")
     number = await session.scalar(count, {"key": key})
@@ -34,7 +35,7 @@ async def place(session: AsyncSession, outbox: Outbox, key: str, last: int) -> b
     if number >= last:
         return False
     async with outbox(session) as out:
-        event_id = out.publish(OrderPlaced(number=number, aggregate_id=key))
+        event_id = out.publish(OrderPlaced(number=number, aggregate_id=key, note=note))
     row = {"key": key, "number": number, "id": event_id}
     await session.execute(text("INSERT INTO placed VALUES (:key, :number, :id)"), row)
     return True

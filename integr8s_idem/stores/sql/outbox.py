@@ -11,26 +11,23 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import timedelta
-from typing import Final
 
 from sqlalchemy import Executable, Update, case, delete, exists, func, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from integr8s_idem.diagnostics import Code
-from integr8s_idem.errors import StoreConfigurationError
+from integr8s_idem.errors import StoreConfigurationError, StoreUnavailableError
 from integr8s_idem.events import Message
 from integr8s_idem.stores.outbox import Backlog, Claim, Waiting
 from integr8s_idem.stores.sql.dialects import dialect_of
 from integr8s_idem.stores.sql.engine import autocommit, reading, writing
 from integr8s_idem.stores.sql.errors import MIGRATE, guarded
 from integr8s_idem.stores.sql.outbox_hints import has_hints, hear_hints
+from integr8s_idem.stores.sql.outbox_pages import PageRows, select_page
 from integr8s_idem.stores.sql.outbox_rows import insertion, waiting
 from integr8s_idem.stores.sql.rows import microseconds
 from integr8s_idem.stores.sql.schema import BUCKETS, buckets, outbox
 from integr8s_idem.stores.sql.sqlite_engine import handler_turn
-
-PAGE: Final = 500
-"""Maximum number of rows that a relay reads at once."""
 
 _row = outbox.c
 
@@ -42,6 +39,7 @@ class SqlOutbox:
         self._engine = engine
         self._dialect = dialect_of(engine.dialect.name)
         self._timeout = timeout
+        self._page = PageRows()
         self._arrived = asyncio.Event()
 
     def notice(self) -> None:
@@ -89,13 +87,18 @@ class SqlOutbox:
         return Claim(token, found, last or 0)
 
     async def read(self, claim: Claim, *, after: int = 0, besides: Sequence[str] = ()) -> list[Waiting]:
-        wanted = (_row.bucket.in_(claim.buckets), _row.id > after, _row.id <= claim.last, _row.topic.not_in(besides))
-        query = select(outbox).where(*wanted).order_by(_row.id).limit(PAGE)
-        async with (
-            guarded("read", self._timeout, self._dialect.name),
-            autocommit(self._engine, reads_only=True) as connection,
-        ):
-            return [waiting(row) for row in await connection.execute(query)]
+        query = select_page(claim, after, besides, self._page.count)
+        try:
+            async with (
+                guarded("read", self._timeout, self._dialect.name),
+                autocommit(self._engine, reads_only=True) as connection,
+            ):
+                rows = (await connection.execute(query)).all()
+        except StoreUnavailableError:
+            self._page.was_not_read()
+            raise
+        self._page.was_read(rows)
+        return [waiting(row) for row in rows]
 
     async def done(self, claim: Claim, ids: Sequence[int], length: timedelta) -> bool:
         now, times = self._dialect.now, self._dialect.time_parameters()
