@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rich import box
@@ -62,19 +63,21 @@ def _lag(figures: Figures) -> Text:
 
 
 _COLUMNS: Final = (
-    _Column("handled/s", _per_second(Signal.HANDLED)),
-    _Column("handled", _counted(Signal.HANDLED), 6),
-    _Column("dups/s", _per_second(Signal.DUPLICATE_BLOCKED), 8),
-    _Column("dups", _counted(Signal.DUPLICATE_BLOCKED)),
-    _Column("in flight", lambda figures: Text(f"{figures.in_flight:,}"), 3),
-    _Column("takeovers", _counted(Signal.TAKEOVER), 7),
-    _Column("retries", _counted(Signal.RETRY), 4),
-    _Column("dead", _counted(Signal.DEAD_LETTER, style=_WARNING), 2),
+    _Column("handled/s", _per_second(Signal.HANDLED), 2),
+    _Column("handled", _counted(Signal.HANDLED), 9),
+    _Column("dups/s", _per_second(Signal.DUPLICATE_BLOCKED), 11),
+    _Column("dups", _counted(Signal.DUPLICATE_BLOCKED), 3),
+    _Column("in flight", lambda figures: Text(f"{figures.in_flight:,}"), 6),
+    _Column("takeovers", _counted(Signal.TAKEOVER), 10),
+    _Column("retries", _counted(Signal.RETRY), 7),
+    _Column("dead", _counted(Signal.DEAD_LETTER, style=_WARNING), 5),
     _Column("errors", _counted(*ERRORS, style=_WARNING)),
-    _Column("lag", _lag),
+    _Column("lag", _lag, 1),
 )
-_WORKER: Final = 5
+_WORKER: Final = 8
 """Drop order of the worker's name, if there is only one worker."""
+_FOLDING: Final = 4
+"""Columns with a lower drop order are dropped only if the table does not fit although names are folded."""
 
 
 def fleet_table(snapshot: FleetSnapshot, width: int) -> Group:
@@ -86,19 +89,18 @@ def fleet_table(snapshot: FleetSnapshot, width: int) -> Group:
         next_drop = max(column.drop_order for column in columns)
         if has_one_worker and shows_worker and next_drop < _WORKER:
             shows_worker = False
-        elif next_drop:
-            columns = [column for column in columns if column.drop_order < next_drop]
+        elif not next_drop or (next_drop < _FOLDING and _folded_width(table, width) <= width):
+            break  # rich folds the names
         else:
-            break  # names are folded
+            columns = [column for column in columns if column.drop_order < next_drop]
         table = _table(snapshot, columns, shows_worker=shows_worker)
     return Group(table, *_reasons(snapshot))
 
 
 def _table(snapshot: FleetSnapshot, columns: Sequence[_Column], *, shows_worker: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("service", overflow="fold")
-    if shows_worker:
-        table.add_column("worker", overflow="fold")
+    for heading in ("service", "worker")[: 1 + shows_worker]:
+        table.add_column(heading, overflow="fold", min_width=len(heading))
     table.add_column("state", no_wrap=True)
     for column in columns:
         table.add_column(column.heading, justify="right", no_wrap=True)
@@ -138,6 +140,15 @@ def _width(table: Table, width: int) -> int:
     """Return the width of the table without line breaks, regardless of the terminal's width."""
     # With a height, since rich ignores a width alone on terminals without control sequences, such as TERM=dumb.
     return Console(width=max(width, 1_000), height=1).measure(table).maximum
+
+
+def _folded_width(table: Table, width: int) -> int:
+    """Return the width of the table with names folded to the width of their headings."""
+    folded = copy(table)
+    folded.columns = [
+        replace(column, width=column.min_width) if column.min_width else column for column in table.columns
+    ]
+    return _width(folded, width)
 
 
 def _reasons(snapshot: FleetSnapshot) -> Iterator[Text]:

@@ -362,6 +362,27 @@ def test_columns_are_dropped_in_order_on_narrow_terminals() -> None:
     assert "takeovers" not in headings[80]
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("width", [36, 40, 44, 50])
+def test_names_are_never_narrower_than_their_headings(width: int, workers: int) -> None:
+    snapshot = FleetSnapshot(a_snapshot(workers=workers).workers[:workers])
+
+    table = drawn(snapshot, width).splitlines()
+
+    assert max(map(len, table)) <= width
+    assert {"service", "state", "errors"} <= set(table[1].split())
+    assert any("billing" in line and "ready" in line and "▲ 7" in line for line in table)
+
+
+def test_names_are_folded_before_the_last_columns_are_dropped() -> None:
+    headings = {width: drawn(a_snapshot(), width).splitlines()[1].split() for width in (40, 44, 54, 60)}
+
+    assert headings[40] == ["service", "worker", "state", "errors"]
+    assert headings[44] == ["service", "worker", "state", "errors", "lag"]
+    assert headings[54] == ["service", "worker", "state", "handled/s", "errors", "lag"]
+    assert headings[60] == ["service", "worker", "state", "handled/s", "dups", "errors", "lag"]
+
+
 def test_the_name_of_a_single_worker_is_dropped_on_narrow_terminals() -> None:
     snapshot = FleetSnapshot(a_snapshot(workers=1).workers[:1])
 
