@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from dishka import AsyncContainer
 from dishka.provider import BaseProvider
@@ -84,10 +84,15 @@ class Platform:
             settings: Class of the settings, if the application has its own sections.
 
         Raises:
-            ApplicationError: There are no services, or two services share a name.
+            ApplicationError: There are no services, one is of another type, or two services share a name.
         """
         if not services:
             raise ApplicationError("a platform needs at least one service")
+        for given in cast("tuple[object, ...]", services):
+            if not isinstance(given, Service):
+                raise ApplicationError(
+                    f'a platform takes services, as in Platform(Service("billing", …)), not {type(given).__name__}'
+                )
         self.services: Mapping[str, Service] = {service.name: service for service in services}
         self.settings_type = settings
         if len(self.services) < len(services):

@@ -29,6 +29,7 @@ from integr8s_idem.events import BaseEvent
 from integr8s_idem.handlers.dispatcher import EventDispatcher
 from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.runtime.service_group import RunningService
+from integr8s_idem.testing.harness_arguments import check_events, platform_of
 from integr8s_idem.testing.harness_run import NotSettledError
 from integr8s_idem.testing.provider_overrides import Overrides
 from integr8s_idem.worker import EventPublisher
@@ -74,10 +75,10 @@ class EmbeddedHarness:
             own_store: Keep the records in the configured store, for example for transactional handlers.
 
         Raises:
-            ApplicationError: The platform has no such service.
+            ApplicationError: The platform has no such service, or `application` is neither a platform nor a service.
             SettingsError: The settings are invalid; see `load_settings`.
         """
-        platform = application if isinstance(application, Platform) else Platform(application)
+        platform = platform_of(application, "EmbeddedHarness")
         self._services = platform.choose(services)
         self._overrides = Overrides(fakes or {}, providers)
         sections = {name: section for name, section in servers.settings().items() if name != "store" or not own_store}
@@ -98,8 +99,10 @@ class EmbeddedHarness:
         """Publish `events`, and wait until they and the events that they cause are settled.
 
         Raises:
+            ApplicationError: One is not an event.
             NotSettledError: See `settled`.
         """
+        check_events(*events)
         publisher = self._require_open()
         self._sent += events
         await publisher.publish(*events)

@@ -32,6 +32,7 @@ from integr8s_idem.runtime import Platform, Service
 from integr8s_idem.testing.crash_points import CrashPoint
 from integr8s_idem.testing.faults import Fault, PlannedFault
 from integr8s_idem.testing.flaky_store import FlakyStore
+from integr8s_idem.testing.harness_arguments import check_events, platform_of
 from integr8s_idem.testing.harness_run import Running
 from integr8s_idem.testing.memory_broker import StoredMessage
 from integr8s_idem.testing.observations import DeadLetterSeen, HandlerRun
@@ -84,10 +85,10 @@ class WorkerHarness:
                 settings in the containers name this store.
 
         Raises:
-            ApplicationError: The platform has no such service.
+            ApplicationError: The platform has no such service, or `application` is neither a platform nor a service.
             SettingsError: The settings are invalid; see `load_settings`.
         """
-        platform = application if isinstance(application, Platform) else Platform(application)
+        platform = platform_of(application, "WorkerHarness")
         self._services = platform.choose(services)
         self._settings = _without_servers(_read(platform, settings, overrides), sqlite_file)
         self._has_sqlite_store = sqlite_file is not None
@@ -101,9 +102,10 @@ class WorkerHarness:
         """Deliver `events`, and wait until they and the events that they cause are settled.
 
         Raises:
-            ApplicationError: No service of this harness reads the topic of an event.
+            ApplicationError: No service of this harness reads the topic of an event, or one is not an event.
             NotSettledError: See `settled`.
         """
+        check_events(*events)
         for event in events:
             self.send(event)
         await self.settled()
@@ -115,8 +117,9 @@ class WorkerHarness:
             partition: 0 or 1; events of different partitions are processed concurrently.
 
         Raises:
-            ApplicationError: No service of this harness reads its topic.
+            ApplicationError: No service of this harness reads its topic, or it is not an event.
         """
+        check_events(event)
         message = self._open.publisher.message(event)
         self.put(message.topic, message.value, message.headers, key=message.key, partition=partition)
 
