@@ -30,6 +30,12 @@ _PARAMETRIZED: Final = frozenset({"crash_point", "fault"})
 """Fixtures with all points and faults, including those that a service does not reach."""
 
 
+_GENERATED: Final = (
+    "a test with @given cannot have a harness as a fixture, which is made once for all examples: write `async with "
+    "WorkerHarness(...) as harness:` in the test, so that each example has its own"
+)
+
+
 @pytest.fixture(params=CRASHES, ids=lambda point: point.value)
 def crash_point(request: pytest.FixtureRequest) -> CrashPoint:
     """Each point at which a worker can crash, for `harness.crash_at(crash_point)`.
@@ -93,6 +99,8 @@ def _harnesses(item: pytest.Item) -> list[WorkerHarness | EmbeddedHarness]:
 def _inside(
     harnesses: list[WorkerHarness | EmbeddedHarness], test: Callable[..., Awaitable[None]]
 ) -> Callable[..., Awaitable[None]]:
+    if hasattr(test, "hypothesis"):
+        pytest.fail(_GENERATED, pytrace=False)
     if not inspect.iscoroutinefunction(test):
         pytest.fail(
             "a test that uses a harness must be an async function, run by pytest-asyncio or anyio", pytrace=False

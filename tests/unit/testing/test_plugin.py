@@ -124,6 +124,15 @@ def test_plain(harness):
     pass
 """
 
+GENERATED = """
+from hypothesis import HealthCheck, given, settings, strategies
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(number=strategies.integers())
+async def test_generated(harness, number):
+    pass
+"""
+
 
 @dataclass(frozen=True)
 class PytestResult:
@@ -162,7 +171,7 @@ STRICT = ("-o", "asyncio_mode=strict", "-o", "asyncio_default_fixture_loop_scope
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> PytestResult:
     """The result with pytest-asyncio in strict mode."""
-    return run(tmp_path_factory.mktemp("asyncio"), TESTS.replace("MODE", "asyncio") + PLAIN, *STRICT)
+    return run(tmp_path_factory.mktemp("asyncio"), TESTS.replace("MODE", "asyncio") + PLAIN + GENERATED, *STRICT)
 
 
 def test_a_harness_fixture_is_entered_for_its_test(result: PytestResult) -> None:
@@ -200,6 +209,12 @@ def test_unreached_points_are_skipped_as_parameters_but_fail_by_name(result: Pyt
 def test_a_plain_test_function_with_a_harness_fails(result: PytestResult) -> None:
     assert result.of("test_plain") == {"FAILED": 1}
     assert "a test that uses a harness must be an async function" in result.output
+
+
+def test_a_generated_test_with_a_harness_fails_and_says_what_works(result: PytestResult) -> None:
+    assert result.of("test_generated") == {"FAILED": 1}
+    assert "a test with @given cannot have a harness as a fixture" in result.output
+    assert "write `async with WorkerHarness(...) as harness:` in the test" in result.output
 
 
 def test_tests_with_embedded_harnesses_share_the_servers(result: PytestResult) -> None:
