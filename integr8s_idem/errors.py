@@ -50,6 +50,7 @@ from inspect import get_annotations
 from typing import ClassVar, TypeVar, cast, dataclass_transform
 
 from integr8s_idem._util.durations import length_of
+from integr8s_idem._util.longest_duration import limited
 
 
 def _seconds(duration: timedelta) -> str:
@@ -397,7 +398,8 @@ class RetryAfter(IdempotencyError):  # noqa: N818  # named after the HTTP header
     def __init__(self, delay: timedelta | float, reason: str = "") -> None:
         """
         Args:
-            delay: Minimum time until the next attempt, as a `timedelta` or in seconds; a negative one is 0.
+            delay: Minimum time until the next attempt, as a `timedelta` or in seconds; a negative one is 0,
+                and one of more than a century is a century, as in stores.
             reason: Why the attempt failed, for logs and dead letters.
 
         Raises:
@@ -410,7 +412,7 @@ class RetryAfter(IdempotencyError):  # noqa: N818  # named after the HTTP header
             )
         if not isinstance(given, str):
             raise ApplicationError(f"the reason of {name} is {given!r}, but must be a string")
-        super().__init__(max(length, timedelta()), reason)
+        super().__init__(limited(length), reason)
 
     def _message(self) -> str:
         why = f": {_sentence(self.reason)}" if self.reason else "."

@@ -128,6 +128,14 @@ def test_the_delay_of_retry_after_is_a_duration_or_a_number_of_seconds() -> None
     assert RetryAfter(-1).delay == timedelta()
 
 
+@pytest.mark.parametrize("delay", [timedelta(days=36_501), timedelta.max, 1e13])
+@pytest.mark.parametrize("error", [RetryAfter, OutcomeUnknownError])
+def test_a_delay_of_retry_after_that_is_longer_than_a_century_is_a_century(
+    error: type[RetryAfter], delay: timedelta | float
+) -> None:
+    assert error(delay).delay == timedelta(days=36_500)
+
+
 @pytest.mark.parametrize("delay", [True, "5", None, float("nan"), float("inf"), 10**30, -(10**30)])
 @pytest.mark.parametrize("error", [RetryAfter, OutcomeUnknownError])
 def test_a_delay_of_retry_after_that_is_not_a_duration_is_refused(error: type[RetryAfter], delay: Any) -> None:
