@@ -164,6 +164,24 @@ async def test_a_read_only_database_is_an_outage(engine: AsyncEngine, postgres: 
     assert "read-only" in str(error)
 
 
+async def test_backslashes_may_be_escapes_in_all_strings_of_a_database(
+    engine: AsyncEngine, postgres: PostgresServer
+) -> None:
+    await run(engine, "ALTER DATABASE postgres SET standard_conforming_strings = off")
+    try:
+        async with engine_on(postgres.url) as escaping:
+            store, key = SqlIdempotencyRepository(escaping, timeout=TIMEOUT), new_key()
+            (first,) = await store.reserve([wish(key)])
+            assert isinstance(first, Reserved)
+            await store.release([first])
+            (second,) = await store.reserve([wish(key)])
+    finally:
+        await run(engine, "ALTER DATABASE postgres RESET standard_conforming_strings")
+
+    assert isinstance(second, Reserved)
+    assert second.attempt == 2
+
+
 @pytest.mark.scenario(58)
 async def test_a_locked_sqlite_file_is_an_outage_until_it_is_unlocked(tmp_path: Path) -> None:
     async with engine_on(file(tmp_path)) as engine:

@@ -109,7 +109,8 @@ _DIALECTS: Final = {
         now=literal_column("(extract(epoch from statement_timestamp()) * 1000000)::bigint", BigInteger),
         identity_sql="md5(random()::text)",
         size_sql="SELECT reltuples::bigint FROM pg_class WHERE oid = 'idempotency_records'::regclass",
-        bytes_sql=lambda value: rf"'\x{value.hex()}'::bytea",
+        # E fixes the meaning of the backslash, which otherwise depends on standard_conforming_strings.
+        bytes_sql=lambda value: rf"E'\\x{value.hex()}'::bytea",
         supports_arrays=True,
     ),
     "sqlite": Dialect(
