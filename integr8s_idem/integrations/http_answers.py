@@ -66,6 +66,7 @@ class Answers(NamedTuple):
                 await self.problems.unavailable(error).send(exchange.send)
         else:
             if isinstance(outcome, Executed):
+                _warn_of_stream(exchange, outcome.attempt)
                 await exchange.send_held_back()
             else:
                 await self._end(exchange, outcome)
@@ -73,15 +74,7 @@ class Answers(NamedTuple):
     async def _end(self, exchange: Exchange, outcome: Outcome[object]) -> None:
         """Answer a request that was not processed successfully now."""
         match outcome:
-            case HandlerFailed(error=NoOutcomeError() as error, attempt=attempt):
-                if error.streams:
-                    with logging_with(service=exchange.manager.scope, attempt=attempt):
-                        logger.warning(
-                            "the response to %s %s was not stored, so a retry runs again: %s",
-                            exchange.scope["method"],
-                            printable(exchange.scope["path"]),
-                            printable(error.streams),
-                        )
+            case HandlerFailed(error=NoOutcomeError()):
                 await exchange.send_held_back()
             case HandlerFailed():
                 if exchange.status is not None and exchange.status >= 500:
@@ -93,6 +86,17 @@ class Answers(NamedTuple):
     def _problem_of(self, outcome: Outcome[object], manager: IdempotencyManager) -> Response:
         assert not isinstance(outcome, Executed | HandlerFailed | Discarded)
         return self.problems.in_progress() if _was_rejected(outcome, manager) else self.problems.for_outcome(outcome)
+
+
+def _warn_of_stream(exchange: Exchange, attempt: int) -> None:
+    if exchange.streams:
+        with logging_with(service=exchange.manager.scope, attempt=attempt):
+            logger.warning(
+                "the response to %s %s was not stored, so a retry runs again: %s",
+                exchange.scope["method"],
+                printable(exchange.scope["path"]),
+                printable(exchange.streams),
+            )
 
 
 def _was_rejected(outcome: Outcome[object], manager: IdempotencyManager) -> bool:

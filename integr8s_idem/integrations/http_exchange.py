@@ -21,12 +21,7 @@ _ASIDE: Final = frozenset({"http.response.debug", "http.response.early_hint", "h
 
 
 class NoOutcomeError(Exception):
-    """The response is not to be stored."""
-
-    def __init__(self, streams: str) -> None:
-        super().__init__(streams)
-        self.streams = streams
-        """Why the response was streamed; empty if it was not."""
+    """The application has failed: with a server error, or without a complete response."""
 
 
 class StorageRules(NamedTuple):
@@ -55,14 +50,14 @@ class Exchange:
     rules: StorageRules
     has_started: bool = False
     """Whether the response has started to stream to the client: its messages are passed through as they arrive."""
+    streams: str = ""
+    """Why the response cannot be replayed; empty if it can."""
     _is_read: bool = False
     """Whether the application has read the request."""
     _start: Message | None = None
     _body: bytearray = field(default_factory=bytearray)
     """The part of the response that is held back."""
     _is_complete: bool = False
-    _streams: str = ""
-    """Why the response cannot be replayed; empty if it can."""
     _response: Response | None = None
     """The response as it was stored."""
     _run: ActiveRun | None = None
@@ -95,7 +90,7 @@ class Exchange:
         """Call the application, once at most, and return what to store of its response.
 
         Raises:
-            NoOutcomeError: The response is not to be stored, and a retry runs again.
+            NoOutcomeError: The application has failed, and a retry runs again unless failures block the key.
             LeaseLostError: A lease check has failed.
             Exception: Any error of the application.
         """
@@ -129,12 +124,13 @@ class Exchange:
 
     def _result(self) -> object:
         status = self.status
-        if status is None or self._streams:
-            raise NoOutcomeError(self._streams)
-        if not self.rules.is_stored(status):
+        if status is None:
+            raise NoOutcomeError
+        if self.streams or not self.rules.is_stored(status):
             if status >= 500:
-                raise NoOutcomeError("")
-            # A rejected request leaves no record, so that a flood of them does not fill the store.
+                raise NoOutcomeError
+            # It has not failed, and a retry runs again.  A rejected request leaves no record, so that a flood of them
+            # does not fill the store.
             self.work.forgotten = True
             return NOT_KEPT
         response = self._response = self._held_back()
@@ -157,10 +153,10 @@ class Exchange:
             if not self.has_started:
                 self._body += message.get("body", b"")
                 if not self._is_complete and not self._has_length():
-                    self._streams = "it streams without a content-length"
+                    self.streams = "it streams without a content-length"
                 # A complete response is in memory anyway; the client must not get it before the work is committed.
                 is_too_large = len(self._body) > self.manager.config.max_result_size_bytes
-                if self._streams or (is_too_large and not self._is_complete):
+                if self.streams or (is_too_large and not self._is_complete):
                     await self._pass_through()
                 return
         elif kind == "http.response.start":
@@ -168,7 +164,7 @@ class Exchange:
             if not self.has_started:
                 return
         elif kind not in _ASIDE:
-            self._streams = f"it uses {kind}"
+            self.streams = f"it uses {kind}"
             if not self.has_started:
                 await self._pass_through()
         await self.send(message)

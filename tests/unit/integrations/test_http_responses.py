@@ -375,6 +375,17 @@ async def test_a_key_that_was_given_up_gets_its_own_problem() -> None:
         assert len(here.bodies) == 1
 
 
+async def test_a_streamed_response_is_not_a_failure_that_blocks_its_key() -> None:
+    async def parts() -> AsyncIterator[str]:
+        yield "a"
+
+    async def answer(request: Request) -> Response:
+        return StreamingResponse(parts())
+
+    async with shop(answer, config={"on_failure": "block"}) as here:
+        assert [(await here.order()).text for _ in range(2)] == ["a", "a"]
+
+
 async def test_a_request_taken_over_by_another_worker_gets_503() -> None:
     """The side effects of the first run may have happened; the outcome is that of the new owner."""
 
