@@ -48,6 +48,8 @@ PURGE_DELAY: Final = 3_600 * SECOND
 """Delay between expiry and deletion, longer than any clock difference that AWS accepts, so that fences always grow."""
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MAX_TIME: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // timedelta(microseconds=1)
+"""The latest valid time."""
 _PREVIOUS: Final = (Previous.NONE, Previous.RELEASED, Previous.LAPSED)
 _STATUS: Final = {
     PROCESSING: IdempotencyStatus.PROCESSING,
@@ -196,24 +198,31 @@ def _entry(item: Item) -> Entry:
     result, trace = optional("result", "B"), optional("trace", "B")
     return Entry(
         key=item["key"]["S"],
-        status=int(item["status"]["N"]),
-        attempt=int(item["attempt"]["N"]),
-        fence=int(item["fence"]["N"]),
+        status=_number(item, "status"),
+        attempt=_number(item, "attempt"),
+        fence=_number(item, "fence"),
         token=bytes(item["token"]["B"]),
-        lease_until=int(item["lease_until"]["N"]),
-        expires_at=int(item["expires_at"]["N"]),
-        previous=_PREVIOUS[int(item["previous"]["N"])],
-        settled_at=int(optional("settled_at", "N") or 0),
+        lease_until=_number(item, "lease_until"),
+        expires_at=_number(item, "expires_at"),
+        previous=_PREVIOUS[_number(item, "previous")],
+        settled_at=_number(item, "settled_at") if "settled_at" in item else 0,
         fingerprint=optional("fingerprint", "B"),
         owner=optional("owner", "S") or "",
         trace=None if trace is None else TraceLink(trace[:16], trace[16:]),
         result=None if result is None else StoredResult(result, item["content_type"]["S"]),
         result_dropped=bool(optional("result_dropped", "BOOL")),
         error=optional("error", "S") or "",
-        lapsed=int(optional("lapsed", "N") or 0),
-        lapsed_alone=int(optional("lapsed_alone", "N") or 0),
+        lapsed=_number(item, "lapsed") if "lapsed" in item else 0,
+        lapsed_alone=_number(item, "lapsed_alone") if "lapsed_alone" in item else 0,
         alone=bool(optional("alone", "BOOL")),
     )
+
+
+def _number(item: Item, name: str) -> int:
+    value = int(item[name]["N"])
+    if not 0 <= value <= _MAX_TIME:
+        raise ValueError(f"{name} is {value}")
+    return value
 
 
 def holds(entry: Entry, reserved: Reserved, now: int, *, by: bytes | None = None) -> bool:
