@@ -10,8 +10,10 @@ task is cancelled, because the answer may already be in the socket.  A lease tha
 from __future__ import annotations
 
 import asyncio
+from contextvars import Context
 from types import TracebackType
 from typing import Any, Final, Self
+from weakref import ref
 
 from integr8s_idem._util.per_loop import PerLoop
 
@@ -116,9 +118,12 @@ class _Clock:
     def __init__(self) -> None:
         self._active: dict[Deadline, None] = {}
         """In insertion order, so that deadlines with the same time expire in the same order in every run."""
-        self._timer: asyncio.Handle | None = None
+        self._timer: ref[asyncio.Handle] | None = None
+        """Weak, because a timer references its loop, which may end before it fires."""
         self._fires_at = 0.0
         self._in_grace = False
+        self._context = Context()
+        """Not that of the first deadline's code, with whose variables the timers would keep its event in memory."""
 
     def watch(self, deadline: Deadline) -> None:
         if deadline.when is None or deadline.expired:
@@ -133,10 +138,10 @@ class _Clock:
         self._active.pop(deadline, None)
 
     def _set(self, when: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._timer is not None and (timer := self._timer()) is not None:
+            timer.cancel()
         self._fires_at = when
-        self._timer = asyncio.get_running_loop().call_at(when, self._fire)
+        self._timer = ref(asyncio.get_running_loop().call_at(when, self._fire, context=self._context))
 
     def _fire(self) -> None:
         self._timer = None

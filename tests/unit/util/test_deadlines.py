@@ -9,6 +9,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Generator
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import pytest
@@ -198,6 +199,39 @@ def test_deadlines_and_pace_do_not_keep_an_event_loop_alive(
     gc.collect()
 
     assert [loop() for loop in loops] == [None] * 3
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, pytest.importorskip("uvloop").new_event_loop])
+def test_the_timer_of_a_deadline_that_was_met_does_not_keep_its_event_loop_alive(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def in_time() -> None:
+        with Deadline(now() + 60):
+            await asyncio.sleep(0)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(in_time())
+        loop = weakref.ref(runner.get_loop())
+    del runner
+    gc.collect()
+
+    assert loop() is None
+
+
+async def test_the_timer_of_a_deadline_that_was_met_does_not_keep_context_variables_alive() -> None:
+    class Event: ...
+
+    async def in_time() -> weakref.ref[Event]:
+        ContextVar[Event]("event").set(event := Event())
+        with Deadline(now() + 60):
+            await asyncio.sleep(0)
+        return weakref.ref(event)
+
+    event = await asyncio.create_task(in_time())
+    await asyncio.sleep(0)  # the callback that resumed this task references the other one
+    gc.collect()
+
+    assert event() is None
 
 
 @settings(max_examples=50)
