@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from contextvars import copy_context
 from datetime import timedelta
 from itertools import groupby
 from types import TracebackType
@@ -23,6 +24,7 @@ from integr8s_idem.errors import LeaseLostError, StoreError
 from integr8s_idem.records import Reserved
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.telemetry import SILENT, Observer, Signal
+from integr8s_idem.telemetry.log_fields import logging_with
 
 RENEW_AFTER: Final = 1 / 3
 """Fraction of the lease after which it is renewed; two renewals may fail before the third is too late."""
@@ -164,6 +166,8 @@ class LeaseKeeper:
         self.held: dict[HeldLease, None] = {}
         """In the order in which the leases were taken, which is the order of renewals."""
         self._timer: asyncio.Handle | None = None
+        self._context = copy_context()
+        """Of the timer and of the renewals, which serve all runs: not that of the run that set the timer."""
         self._wakes_at = 0.0
         """When the timer fires.  uvloop's handle has no time if the timer is due immediately."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -244,7 +248,7 @@ class LeaseKeeper:
             self._timer.cancel()
         assert self._loop is not None, "a lease is held"
         self._wakes_at = when
-        self._timer = self._loop.call_at(when, self._wake)
+        self._timer = self._loop.call_at(when, self._wake, context=self._context)
 
     def _wake(self) -> None:
         loop = asyncio.get_running_loop()
@@ -252,7 +256,8 @@ class LeaseKeeper:
             return  # a timer of an earlier loop, which runs again
         self._timer = None
         if self._renewal is None or self._renewal.done():
-            self._renewal = loop.create_task(self._renew_due())
+            with logging_with(service=self.scope):
+                self._renewal = loop.create_task(self._renew_due())
         # Otherwise a renewal is waiting for its answer and will schedule the rest afterwards.
 
     async def _renew_due(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from datetime import timedelta
 
 import pytest
 
@@ -14,6 +16,8 @@ from integr8s_idem.keys import Key
 from integr8s_idem.records import IdempotencyStatus, Reserved
 from integr8s_idem.stores.memory import MemoryIdempotencyRepository
 from integr8s_idem.telemetry import Signal
+from integr8s_idem.telemetry.log_fields import context_fields, logging_with
+from integr8s_idem.testing.flaky_store import FlakyStore
 from integr8s_idem.testing.virtual_time import run_virtual, virtual_time
 from tests.support.guarded import LEASE, Guarded, Job, guarded, plain_manager
 
@@ -36,6 +40,30 @@ async def test_a_thousand_leases_are_renewed_in_shared_calls() -> None:
 
     assert job.finished == 1_000
     assert here.store.calls["renew"] <= 40
+
+
+class RenewalsWithFields(MemoryIdempotencyRepository):
+    """Notes the log fields of its renewals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fields: list[dict[str, object]] = []
+
+    async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
+        self.fields.append(context_fields())
+        return await super().renew(reservations, lease)
+
+
+@virtual_time
+async def test_what_is_logged_during_a_renewal_names_the_service_and_no_event() -> None:
+    store = RenewalsWithFields()
+    manager = guarded(FlakyStore(store)).manager
+
+    with logging_with(event_id="1"):
+        await manager.run("order:1", Job(seconds=LEASE))
+
+    assert store.fields
+    assert {tuple(fields.items()) for fields in store.fields} == {(("service", manager.scope),)}
 
 
 @virtual_time
