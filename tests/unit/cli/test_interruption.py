@@ -50,6 +50,8 @@ def test_a_terminated_export_removes_its_temporary_file(tmp_path: Path, number: 
         assert export.stderr is not None
         with export:
             wait_until(lambda: list(tmp_path.glob(".export.jsonl.*.part")))
+            connection, _ = mute.accept()  # its event loop is running: asyncio reports an exit while it is created
+            connection.close()
             export.send_signal(number)
             assert export.wait(timeout=60) == 128 + number
             assert export.stderr.read() == b""
