@@ -16,6 +16,7 @@ import asyncio
 import copy
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import copy_context
 from typing import Final, Generic, TypeVar
 
 Request = TypeVar("Request")
@@ -44,6 +45,8 @@ class Coalescer(Generic[Request, Answer]):
         self._abandoned = abandoned
         self._waiting: deque[tuple[Request, asyncio.Future[Answer]]] = deque()
         self._sender: asyncio.Task[None] | None = None
+        self._context = copy_context()
+        """Of the sender, whose calls serve many requesters: not that of the one that has started it."""
         self._last_size = 0
         """Number of requests in the last call by a sender task; 0 before the first."""
         self._alone = False
@@ -118,7 +121,7 @@ class Coalescer(Generic[Request, Answer]):
         return self._alone or (self._sender is not None and not self._sender.done())
 
     def _begin_sending(self) -> None:
-        self._sender = self._loop.create_task(self._send_all(self._waiting))
+        self._sender = self._loop.create_task(self._send_all(self._waiting), context=self._context.copy())
 
     async def _send_all(self, queue: deque[tuple[Request, asyncio.Future[Answer]]]) -> None:
         try:

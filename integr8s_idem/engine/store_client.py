@@ -45,6 +45,7 @@ from integr8s_idem.records import (
 )
 from integr8s_idem.stores import NO_DELAY, IdempotencyRepository
 from integr8s_idem.telemetry import Observer, Phase, Signal
+from integr8s_idem.telemetry.log_fields import logging_with
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,8 @@ class StoreClient:
         self, call: Callable[[list[Q]], Awaitable[Sequence[T]]], abandoned: Callable[[Q, T], None] | None = None
     ) -> Coalescer[Q, T]:
         """Return a coalescer of `call` whose requests `close` waits for."""
-        coalescer = Coalescer(call, abandoned=abandoned)
+        with logging_with(service=self._scope):
+            coalescer = Coalescer(call, abandoned=abandoned)
         self._coalescers.append(coalescer)
         return coalescer
 

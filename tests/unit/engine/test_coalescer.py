@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from contextvars import ContextVar
 
 import pytest
 from hypothesis import given
@@ -51,6 +52,29 @@ async def test_requests_during_a_call_are_sent_together_in_order() -> None:
 
     assert answers == [number**2 for number in range(FEW)]
     assert backend.batches == [[0], list(range(1, FEW))]
+
+
+REQUESTER: ContextVar[int] = ContextVar("requester", default=0)
+
+
+@virtual_time
+async def test_a_call_for_many_runs_in_the_context_of_none_of_them() -> None:
+    requesters: list[int] = []
+
+    async def call(questions: list[int]) -> Sequence[int]:
+        requesters.append(REQUESTER.get())
+        return questions
+
+    async def ask(number: int) -> int:
+        REQUESTER.set(number)
+        return await coalescer.answer(number)
+
+    REQUESTER.set(-1)
+    coalescer = Coalescer(call)
+    await asyncio.gather(*(asyncio.create_task(ask(number)) for number in range(1, 3 * FEW)))
+
+    assert len(requesters) > 1
+    assert set(requesters) == {-1}
 
 
 @virtual_time
