@@ -19,9 +19,14 @@ From a trace to its record: `integr8s-idem keys explain` takes the value of `{co
 work. [Reading a trace](../explanation/traces.md) explains both, and shows a request as a picture.
 
 Spans of deliveries and of sent messages are recorded by the worker and by `EventPublisher`. FastStream and loops of
-your own get the `idempotency.*` spans below those of your own instrumentation. A duplicate that is answered from the
-local memory (`local_memory_keys`) has no spans of phases. In a worker, the span of its delivery has the link to the
-run; elsewhere there is no span that could have it.
+your own get the `idempotency.*` spans below those of your own instrumentation, if their manager comes from a container
+with `TelemetryProvider`: one that you create with `IdempotencyManager(…)` has neither spans nor metrics. A duplicate
+that is answered from the local memory (`local_memory_keys`) has no spans of phases. In a worker, the span of its
+delivery has the link to the run; elsewhere there is no span that could have it.
+
+A call to the store for one unit of work runs in the context of its caller, so that spans of an instrumented driver are
+below the span of its phase. A call for several of them, or for the renewal of leases, runs in the context in which the
+manager was created.
 
 `{conventions.SERVER_ADDRESS}` and `{conventions.SERVER_PORT}` are those of the first broker in
 `[kafka] bootstrap_servers`. Keys and messages of exceptions are in spans only with `[telemetry] span_keys = true`. A
