@@ -26,6 +26,7 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from tests.support.fault_proxy import Address
+from tests.support.pausing import pause
 from tests.support.ports import reserve_port
 
 BINARY_VARIABLE: Final = "INTEGR8S_IDEM_TEST_REDIS_SERVER"
@@ -183,8 +184,8 @@ class RedisServer:
             return client.execute_command(*command)
 
     def pause(self) -> None:
-        """Send SIGSTOP: connections stay open without answers."""
-        os.kill(self.pid, signal.SIGSTOP)
+        """Pause the server: connections stay open without answers."""
+        pause(self.pid)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -23,6 +23,7 @@ from typing import Any, Final, Self
 from integr8s_idem.config import DynamodbStoreSettings
 from integr8s_idem.embedded.child_server import ChildServer
 from tests.support.kafka.broker import ToolsMissingError, find_java
+from tests.support.pausing import pause
 from tests.support.ports import reserve_port
 
 JARS: Final = Path(__file__).parents[3] / ".cache" / "dynamodb" / "libs"
@@ -103,8 +104,8 @@ class DynamoServer:
         self._server.kill()
 
     def stop_signal(self) -> None:
-        """Send SIGSTOP: the server accepts connections without answering."""
-        os.kill(self.pid, signal.SIGSTOP)
+        """Pause the server: it accepts connections without answering."""
+        pause(self.pid)
 
     def continue_signal(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
