@@ -166,8 +166,9 @@ class LeaseKeeper:
         self.held: dict[HeldLease, None] = {}
         """In the order in which the leases were taken, which is the order of renewals."""
         self._timer: asyncio.Handle | None = None
-        self._context = copy_context()
-        """Of the timer and of the renewals, which serve all runs: not that of the run that set the timer."""
+        # Of the timer and of the renewals, which serve all runs: not that of the run that set the timer.
+        with logging_with(service=scope):
+            self._context = copy_context()
         self._wakes_at = 0.0
         """When the timer fires.  uvloop's handle has no time if the timer is due immediately."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -256,8 +257,7 @@ class LeaseKeeper:
             return  # a timer of an earlier loop, which runs again
         self._timer = None
         if self._renewal is None or self._renewal.done():
-            with logging_with(service=self.scope):
-                self._renewal = loop.create_task(self._renew_due())
+            self._renewal = loop.create_task(self._renew_due())
         # Otherwise a renewal is waiting for its answer and will schedule the rest afterwards.
 
     async def _renew_due(self) -> None:
