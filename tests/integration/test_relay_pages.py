@@ -13,12 +13,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from integr8s_idem.errors import StoreUnavailableError
 from integr8s_idem.events import Message
 from integr8s_idem.stores.outbox import Claim, Waiting
-from integr8s_idem.stores.sql import SqlOutbox, metadata, migrate, sql_engine
+from integr8s_idem.stores.sql import SqlOutbox
 from integr8s_idem.stores.sql.engine import writing
 from integr8s_idem.stores.sql.outbox_pages import MAX_BYTES, MAX_ROWS, PageRows
 from integr8s_idem.stores.sql.outbox_rows import put
 from integr8s_idem.worker.relay import Relay
-from tests.support.databases import KINDS, url_of
+from tests.support.databases import KINDS, emptied, url_of
 from tests.support.outboxes import Broker
 
 MINUTE = timedelta(minutes=1)
@@ -29,12 +29,8 @@ FULL = MAX_BYTES // MEGABYTE + 1
 
 @pytest.fixture(params=KINDS)
 async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AsyncEngine]:
-    engine = sql_engine(url_of(request.param, request, tmp_path))
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.drop_all)
-    await migrate(engine)
-    yield engine
-    await engine.dispose()
+    async with emptied(url_of(request.param, request, tmp_path)) as engine:
+        yield engine
 
 
 def message(number: int, size: int = MEGABYTE, topic: str = "orders") -> Message:

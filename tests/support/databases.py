@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
 
+from integr8s_idem.stores.sql import metadata, migrate, sql_engine
 from tests.support.mariadb import MariadbServer, missing_programs
 from tests.support.postgres import PostgresServer
 
@@ -37,3 +40,14 @@ def url_of(kind: str, request: pytest.FixtureRequest, folder: Path) -> str:
         return f"sqlite+aiosqlite:///{folder / 'shop.db'}"
     url: str = request.getfixturevalue("shared_mariadb" if kind == "mysql" else "shared_postgres").url
     return url
+
+
+@asynccontextmanager
+async def emptied(url: str) -> AsyncIterator[AsyncEngine]:
+    """Open the database of `url` with new tables of the store."""
+    engine = sql_engine(url)
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.drop_all)
+    await migrate(engine)
+    yield engine
+    await engine.dispose()
