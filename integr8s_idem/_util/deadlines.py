@@ -81,8 +81,16 @@ class Deadline:
         assert self._clock is not None, "it was entered"
         self._clock.forget(self)
         self._clock = None  # rescheduling after the block must not cancel the code that follows
-        # Only a cancellation by this deadline becomes a TimeoutError; others propagate.
-        if self.expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+        if error is not None or self.expired or self._task.cancelling() > self._cancelling:
+            self.ended(error)
+
+    def ended(self, error: BaseException | None) -> None:
+        """Decide what a block raises that has raised `error`, or was cancelled and returned nevertheless.
+
+        Raises:
+            TimeoutError: The cancellation was that of this deadline.
+        """
+        if self.expired and self._task.uncancel() <= self._cancelling and type(error) is asyncio.CancelledError:
             raise TimeoutError from error
 
     def has_grace(self, now: float) -> bool:
@@ -104,10 +112,8 @@ class CallDeadline(Deadline):
 
     __slots__ = ()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def ended(self, error: BaseException | None) -> None:
+        super().ended(error)
         if (error is None or isinstance(error, Exception)) and self._task.cancelling() > self._cancelling:
             raise asyncio.CancelledError from error
 

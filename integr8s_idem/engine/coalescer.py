@@ -91,7 +91,10 @@ class Coalescer(Generic[Request, Answer]):
         queue = self._waiting
         self._alone = True
         try:
-            return _all_answers(await self._call([request]), 1)[0]
+            answers = await self._call([request])
+            if len(answers) != 1:
+                raise _unmatched(answers, 1)
+            return answers[0]
         except asyncio.CancelledError:
             # The request may or may not have been executed: repeat it, and pass its answer to `abandoned`.
             if queue is self._waiting:
@@ -142,7 +145,9 @@ class Coalescer(Generic[Request, Answer]):
 
     async def _send(self, batch: list[tuple[Request, asyncio.Future[Answer]]]) -> None:
         try:
-            answers = _all_answers(await self._call([request for request, _ in batch]), len(batch))
+            answers = await self._call([request for request, _ in batch])
+            if len(answers) != len(batch):
+                raise _unmatched(answers, len(batch))
         except Exception as error:  # noqa: BLE001  # raised to every caller
             for _, waiting in batch:
                 if not waiting.done():
@@ -159,10 +164,8 @@ class Coalescer(Generic[Request, Answer]):
                 self._abandoned(request, answer)
 
 
-def _all_answers(answers: Sequence[Answer], asked: int) -> Sequence[Answer]:
-    if len(answers) != asked:
-        raise RuntimeError(f"the store returned {len(answers)} answers to {asked} requests, which cannot be matched")
-    return answers
+def _unmatched(answers: Sequence[object], asked: int) -> RuntimeError:
+    return RuntimeError(f"the store returned {len(answers)} answers to {asked} requests, which cannot be matched")
 
 
 def _copy_of(error: Exception) -> Exception:

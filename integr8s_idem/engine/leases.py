@@ -15,7 +15,9 @@ from contextvars import copy_context
 from datetime import timedelta
 from itertools import groupby
 from types import TracebackType
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
+
+from msgspec import Struct
 
 from integr8s_idem._util.deadlines import Deadline
 from integr8s_idem._util.lease_clock import Clock, clock_of
@@ -50,9 +52,12 @@ def fence_margin(lease: float) -> float:
     return min(lease / 10, 1.0)
 
 
-class LeaseTimes(NamedTuple):
+class LeaseTimes(Struct, frozen=True, gc=False):
     """The times of a lease, in seconds."""
 
+    lease: timedelta
+    asked_at: float
+    """When it was requested, by the lease clock."""
     start_before: float
     """The latest time to start the handler, by the lease clock."""
     cancel_at: float
@@ -129,8 +134,11 @@ class HeldLease(Deadline):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._keeper.drop(self)
+        super().__exit__(kind, error, trace)
+
+    def ended(self, error: BaseException | None) -> None:
         try:
-            super().__exit__(kind, error, trace)
+            super().ended(error)
         except TimeoutError:
             held = self.reservation
             raise LeaseLostError(
@@ -160,7 +168,7 @@ class LeaseKeeper:
         self._given_clock = clock
         self.now: Clock = clock or self._read_first
         """Returns the time by the lease clock, in seconds.  The first call must be made in the event loop's thread."""
-        self._last_times: tuple[timedelta, float, LeaseTimes] | None = None
+        self._last_times: LeaseTimes | None = None
         self._repository = repository
         self._observer = observer
         self.held: dict[HeldLease, None] = {}
@@ -191,8 +199,8 @@ class LeaseKeeper:
     def times_of(self, lease: timedelta, asked_at: float) -> LeaseTimes:
         """Return the times of a lease that was requested at `asked_at`, by the lease clock; kept for its batch."""
         last = self._last_times
-        if last is not None and last[0] is lease and last[1] == asked_at:
-            return last[2]
+        if last is not None and last.lease is lease and last.asked_at == asked_at:
+            return last
         seconds = lease.total_seconds()
         until_margin = seconds - fence_margin(seconds)
         # Count from the request and not from the answer: the store's lease began between the two.
@@ -201,10 +209,14 @@ class LeaseKeeper:
             self.enter(asyncio.get_running_loop())
         assert self._loop is not None
         began = self._loop.time() - (now - asked_at)
-        times = LeaseTimes(
-            asked_at + until_margin, began + until_margin, began + seconds * RENEW_AFTER, began + seconds
+        times = self._last_times = LeaseTimes(
+            lease=lease,
+            asked_at=asked_at,
+            start_before=asked_at + until_margin,
+            cancel_at=began + until_margin,
+            renew_at=began + seconds * RENEW_AFTER,
+            end=began + seconds,
         )
-        self._last_times = lease, asked_at, times
         return times
 
     def hold(self, reservation: Reserved, asked_at: float, work: Work, *, renewed: bool = True) -> HeldLease:

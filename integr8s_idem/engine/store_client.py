@@ -248,6 +248,7 @@ class StoreClient:
         wait_for_store: WaitForStore | None,
         *,
         policy: OnStoreError | None = None,
+        unawaited: bool = False,
     ) -> None:
         """Write the outcome and retry while the store is down, so that a brief outage does not fail the work.
 
@@ -257,11 +258,30 @@ class StoreClient:
         Args:
             deadline: The end of the lease, including renewals, by the event loop's clock.
             policy: As configured if `None`.
+            unawaited: Whether this is in the background already.  Then a refusal is retried too, since nobody gets it.
         """
+        pause = FIRST_PAUSE
         try:
-            await self._write(work, outcome, deadline, wait_for_store, waits_out_refusals=False, policy=policy)
+            while True:
+                try:
+                    if await (self.complete(outcome) if isinstance(outcome, Completion) else self.fail(outcome)):
+                        return
+                    outcome = replace(outcome, reservation=await self._reserved_again(work, outcome.reservation))
+                except (StoreUnavailableError, StoreConfigurationError) as error:
+                    self._observer.count(Signal.STORE_ERROR, work.event_type)
+                    if (policy or self._config.on_store_error) is OnStoreError.OPEN:
+                        return  # the policy is to continue without the store
+                    if wait_for_store is not None:
+                        await wait_for_store(error)
+                        continue
+                    refused = isinstance(error, StoreConfigurationError) and not unawaited
+                    if refused or asyncio.get_running_loop().time() + pause > deadline:
+                        raise ResultNotStoredError(work.key.label, error.reason) from error
+                    await asyncio.sleep(pause)
+                    pause = min(pause * 2, LONGEST_PAUSE)
         except asyncio.CancelledError:
-            self.write_later(work, outcome, deadline)
+            if not unawaited:
+                self.write_later(work, outcome, deadline)
             raise
 
     def write_later(self, work: Work, outcome: Completion | Failure, deadline: float) -> None:
@@ -273,41 +293,12 @@ class StoreClient:
 
     async def _write_unawaited(self, work: Work, outcome: Completion | Failure, deadline: float) -> None:
         try:
-            await self._write(work, outcome, deadline, None, waits_out_refusals=True)
+            await self.write_outcome(work, outcome, deadline, None, unawaited=True)
         except asyncio.CancelledError:
             logger.warning(_UNRECORDED, work.key.label, "the event loop ends")
             raise
         except (StoreError, LeaseLostError, ResultNotStoredError) as error:
             logger.warning(_UNRECORDED, work.key.label, error)
-
-    async def _write(
-        self,
-        work: Work,
-        outcome: Completion | Failure,
-        deadline: float,
-        wait_for_store: WaitForStore | None,
-        *,
-        waits_out_refusals: bool,
-        policy: OnStoreError | None = None,
-    ) -> None:
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                if await (self.complete(outcome) if isinstance(outcome, Completion) else self.fail(outcome)):
-                    return
-                outcome = replace(outcome, reservation=await self._reserved_again(work, outcome.reservation))
-            except (StoreUnavailableError, StoreConfigurationError) as error:
-                self._observer.count(Signal.STORE_ERROR, work.event_type)
-                if (policy or self._config.on_store_error) is OnStoreError.OPEN:
-                    return  # the policy is to continue without the store
-                if wait_for_store is not None:
-                    await wait_for_store(error)
-                    continue
-                refused = isinstance(error, StoreConfigurationError) and not waits_out_refusals
-                if refused or asyncio.get_running_loop().time() + pause > deadline:
-                    raise ResultNotStoredError(work.key.label, error.reason) from error
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, LONGEST_PAUSE)
 
     async def _reserved_again(self, work: Work, reserved: Reserved) -> Reserved:
         """Reserve a key again after the store has rejected its token.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from datetime import timedelta
-from types import TracebackType
 from typing import Final, Self
 
 from redis.asyncio.sentinel import MasterNotFoundError
@@ -98,11 +97,9 @@ class guarded(CallDeadline):  # noqa: N801  # used as `with guarded(…)`
         self.enter(task)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def ended(self, error: BaseException | None) -> None:
         try:
-            super().__exit__(kind, error, trace)
+            super().ended(error)
         except TimeoutError:
             raise self._timed_out(error) from error
         if error is not None:
