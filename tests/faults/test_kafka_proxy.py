@@ -116,7 +116,8 @@ async def test_a_damaged_batch_stops_only_its_partition_with_an_alarm(network: N
     workload, observer = network.workload, CountingObserver()
     [member] = workload.members
     assert member.worker._poller is not None
-    member.worker._poller._observer = observer
+    # That of the worker too: if its client is replaced, the next poller gets it.
+    member.worker.observer = member.worker._poller._observer = observer
     network.proxy.put(Corrupt(b"poisoned", times=None))
     await workload.publisher.publish(OrderPlaced(order_id="poisoned", aggregate_id=f"{workload.group}-0"))
     for _ in range(3):
