@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextvars import copy_context
 from datetime import timedelta
 from itertools import groupby
-from types import TracebackType
 from typing import Final, TypeAlias
 
 from msgspec import Struct
@@ -71,8 +70,9 @@ class LeaseTimes(Struct, frozen=True, gc=False):
 class HeldLease(Deadline):
     """A lease, from its reservation to the end of its handler.
 
-    It is renewed from the beginning.  Entering it starts the handler's deadline, which is shortly before the end of the
-    lease and moves with every renewal.  Exiting the block raises `LeaseLostError` if the handler was cancelled.
+    It is renewed from the beginning until `drop` or `leave`.  Entering it starts the handler's deadline, which is
+    shortly before the end of the lease and moves with every renewal.  Exiting the block raises `LeaseLostError` if the
+    handler was cancelled.
     """
 
     __slots__ = ("_keeper", "deadline", "now", "renew_at", "reservation", "start_before", "withdrawn", "work")
@@ -123,18 +123,12 @@ class HeldLease(Deadline):
         return now < self.deadline
 
     def drop(self) -> None:
-        """Stop renewing the lease of a handler that does not start."""
+        """Stop renewing the lease, whose handler has ended or does not start."""
         self._keeper.held.pop(self, None)
 
     def leave(self) -> bool:
-        self._keeper.drop(self)
+        self.drop()
         return super().leave()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._keeper.drop(self)
-        super().__exit__(kind, error, trace)
 
     def ended(self, error: BaseException | None) -> None:
         try:
@@ -220,7 +214,7 @@ class LeaseKeeper:
         return times
 
     def hold(self, reservation: Reserved, asked_at: float, work: Work, *, renewed: bool = True) -> HeldLease:
-        """Start to renew a lease.  Use it as a context manager around the work, or `drop` it.
+        """Start to renew a lease.  Use it as a context manager around the work, and `drop` it afterwards.
 
         Args:
             asked_at: The time by the lease clock before `reserve` was sent.
@@ -237,10 +231,6 @@ class LeaseKeeper:
         self.held[lease] = None
         if self._timer is None or lease.renew_at < self._wakes_at:
             self._wake_at(lease.renew_at)
-
-    def drop(self, lease: HeldLease) -> None:
-        """Stop renewing `lease`."""
-        self.held.pop(lease, None)
 
     def __len__(self) -> int:
         return len(self.held)

@@ -164,10 +164,9 @@ def test_a_lease_can_be_held_while_another_renewal_is_due(
         due = now - first.lease.total_seconds() * RENEW_AFTER
 
         one, other = (Work(manager.space.key(key)) for key in ("one", "two"))
-        with keeper.hold(first, due, one), keeper.hold(second, due, other):
-            assert len(keeper) == 2
+        held = [keeper.hold(first, due, one), keeper.hold(second, due, other)]
 
-        assert len(keeper) == 0
+        assert list(keeper.held) == held
         keeper.close()
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
