@@ -144,6 +144,10 @@ RATIOS: Final[Mapping[str, str]] = {
         "business insert and two bare statements for an inbox, without a guard ÷ business insert, both with "
         "SQLAlchemy Core"
     ),
+    "sql_inbox_store": (
+        "business insert, and the calls of this library's store without the rest of the guard ÷ business insert, both "
+        "with SQLAlchemy Core"
+    ),
 }
 """Meanings of the figures without a target."""
 
@@ -241,6 +245,10 @@ _GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
     "by_hand": _KEY_TOGETHER,
     "core": ("the row is committed", _UNGUARDED),
     "core_with_statements": _KEY_TOGETHER,
+    "core_with_store": (
+        "row and record commit together; one owner by token and fence; a failed run is undone",
+        "no attempts, no check of the payload; results are not replayed",
+    ),
     "session": ("the row is committed", _UNGUARDED),
     "powertools_sync": (
         "`SET NX` with an expiry for crashed runs; the result is replayed",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import asyncpg
@@ -50,7 +51,7 @@ from integr8s_idem.integrations.dishka import (
     ServiceName,
     TelemetryProvider,
 )
-from integr8s_idem.records import Completed
+from integr8s_idem.records import JSON, Completed, Completion, Reserved, ReserveRequest, StoredResult
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.sql import SqlIdempotencyRepository, migrate, sql_engine
 from integr8s_idem.stores.sql.driver_cursors import CompiledStatement, execute_in_transaction
@@ -63,6 +64,7 @@ FIGURES: Final = {
     "sql_inbox_core": ("guarded_core", "core"),
     "sql_inbox_by_hand": ("guarded_core", "by_hand"),
     "sql_inbox_statements": ("core_with_statements", "core"),
+    "sql_inbox_store": ("core_with_store", "core"),
 }
 KEYS: Final = tuple(FIGURES)
 
@@ -73,6 +75,9 @@ orders: Final = Table(
 inbox: Final = Table("inbox", tables, Column("key", Text, primary_key=True), Column("result", LargeBinary))
 RECEIPT: Final = "receipt"
 NOTE: Final = "two boxes of oranges, by the back door"
+_TOKEN: Final = b"0123456789abcdef"
+_LEASE: Final = timedelta(minutes=5)
+_TTL: Final = timedelta(hours=24)
 
 
 class Contestant(Protocol):
@@ -154,6 +159,29 @@ class CoreWithStatements:
             ensure(len(completed.rows) == 1, f"{name} is not in the inbox")
 
 
+class CoreWithStore:
+    """Core with the calls of this library's store in its transaction, and nothing else of the guard: its lower bound.
+
+    No key of its own, no check of the payload, no result for duplicates.
+    """
+
+    def __init__(self, engine: AsyncEngine, repository: SqlIdempotencyRepository) -> None:
+        self._engine = engine
+        self._repository = repository
+
+    async def order(self, name: str) -> None:
+        async with self._engine.begin() as connection:
+            joined = self._repository.joined(connection)
+            async with joined.savepoint():
+                request = ReserveRequest(key=name, token=_TOKEN, lease=_LEASE, retention=_TTL)
+                [verdict] = await joined.reserve([request])
+                if not isinstance(verdict, Reserved):
+                    raise RefusedError(name)
+                await connection.execute(insert(orders).values(id=name, of="core_with_store", note=NOTE))
+                completion = Completion(reservation=verdict, ttl=_TTL, result=StoredResult(RESULT, JSON))
+                ensure((await joined.complete([completion]))[0], f"{name} is not reserved")
+
+
 class Session:
     """A SQLAlchemy session, without a guard."""
 
@@ -229,7 +257,9 @@ Contestants: TypeAlias = Mapping[str, Contestant]
 GUARDED: Final = ("guarded_core", "guarded_session", "handler")
 BY_HAND: Final = ("by_hand", "core_with_statements")
 """Contestants that write the table `inbox`."""
-BLOCKING: Final = (*GUARDED, *BY_HAND)
+RECORDING: Final = (*GUARDED, "core_with_store")
+"""Contestants that write records."""
+BLOCKING: Final = (*RECORDING, *BY_HAND)
 """Contestants that block duplicates."""
 
 
@@ -255,18 +285,20 @@ async def open_contestants() -> AsyncIterator[tuple[Contestants, AsyncEngine]]:
         )
         repository = SqlIdempotencyRepository(store)
         dispatcher = await stack.enter_async_context(_dispatcher(repository, engine))
-        yield contestants(pool, engine, IdempotencyManager(repository=repository, scope="orders"), dispatcher), store
+        yield contestants(pool, engine, repository, dispatcher), store
 
 
 def contestants(
-    pool: Any, engine: AsyncEngine, manager: IdempotencyManager, dispatcher: IdempotentEventDispatcher
+    pool: Any, engine: AsyncEngine, repository: SqlIdempotencyRepository, dispatcher: IdempotentEventDispatcher
 ) -> Contestants:
     """Return all contestants, by their names in the results."""
+    manager = IdempotencyManager(repository=repository, scope="orders")
     return {
         "bare": Bare(pool),
         "by_hand": ByHand(pool),
         "core": Core(engine),
         "core_with_statements": CoreWithStatements(engine),
+        "core_with_store": CoreWithStore(engine, repository),
         "session": Session(engine),
         "guarded_core": GuardedCore(engine, manager),
         "guarded_session": GuardedSession(engine, manager),
@@ -348,7 +380,7 @@ async def check_duplicate_is_blocked(contestant: Contestant, name: str) -> None:
 async def _check_records(engine: AsyncEngine, placed: Mapping[str, int]) -> None:
     """Raise AssertionError unless the number of records matches the orders written."""
     stored = await _count(engine, records.c.status == COMPLETED)
-    expected = sum(placed[name] for name in GUARDED)
+    expected = sum(placed[name] for name in RECORDING)
     ensure(stored == expected, f"{stored} records, not {expected}")
     stored = await _count(engine, inbox.c.result == RESULT)
     expected = sum(placed[name] for name in BY_HAND)
