@@ -74,8 +74,8 @@ LIMITS: Final[Mapping[str, str]] = {
     ),
     "sql_inbox_core": (
         "two bare statements on the same connection, without any guard, are `sql_inbox_statements`: each is a round "
-        "trip. They leave a tenth of the time that the target allows for key, request, verdict and result, which take "
-        "twice that"
+        "trip. They leave a tenth of the time that the target allows. The calls of the store, which also undo a failed "
+        "run and refuse a commit within it, are `sql_inbox_store`: without the rest of the guard, they miss the target"
     ),
     "sql_inbox_session": "as for `sql_inbox_core`, with another 20 calls to get the connection from the session",
 }
