@@ -10,12 +10,14 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     ColumnElement,
+    Integer,
     Select,
+    Text,
     and_,
     bindparam,
     case,
+    false,
     func,
-    literal,
     literal_column,
     not_,
     null,
@@ -44,10 +46,7 @@ def reserve_rows(dialect: Dialect) -> Any:
             dialect, dialect.upsert(_insert_of_one_row(dialect), _row.key, partial(_changes, dialect))
         )
     parameters = array_parameters.parameter_table(_RESERVATION_TYPES)
-    values = {
-        name: value if isinstance(value, ColumnElement) else literal(value, _row[name].type)
-        for name, value in _reservation(parameters.c.__getitem__, dialect.now).items()
-    }
+    values = _reservation(parameters.c.__getitem__, dialect.now)
     rows = select(*values.values()).order_by(parameters.c.key.collate("C"))
     insert = dialect.insert(records).from_select(list(values), rows)
     return _returning_rows(dialect, dialect.upsert(insert, _row.key, partial(_changes, dialect)))
@@ -86,24 +85,35 @@ _RESERVATION_TYPES: Final[dict[str, TypeEngine[Any]]] = {
 }
 
 
-def _reservation(parameter: Callable[[str], ColumnElement[Any]], now: ColumnElement[int]) -> dict[str, Any]:
+def constant(number: int) -> ColumnElement[int]:
+    """Write a number into the text of a statement: a parameter would be encoded for each execution."""
+    return literal_column(str(number), Integer)
+
+
+NO_TEXT: Final[ColumnElement[str]] = literal_column("''", Text)
+"""An empty text in the text of a statement."""
+
+
+def _reservation(
+    parameter: Callable[[str], ColumnElement[Any]], now: ColumnElement[int]
+) -> dict[str, ColumnElement[Any]]:
     """Return the row for a new key."""
     return {
         "key": parameter("key"),
-        "status": PROCESSING,
-        "attempt": 1,
+        "status": constant(PROCESSING),
+        "attempt": constant(1),
         "fence": now,
         "token": parameter("token"),
         "lease_until": now + parameter("lease"),
         "expires_at": now + parameter("retention"),
-        "previous": 0,
+        "previous": constant(0),
         "fingerprint": parameter("fingerprint"),
         "owner": parameter("owner"),
         "trace": parameter("trace"),
-        "result_dropped": False,
-        "error": "",
-        "lapsed": 0,
-        "lapsed_alone": 0,
+        "result_dropped": false(),
+        "error": NO_TEXT,
+        "lapsed": constant(0),
+        "lapsed_alone": constant(0),
         "alone": parameter("alone"),
         "history_fence": now,
     }

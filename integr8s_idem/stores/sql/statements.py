@@ -33,7 +33,7 @@ from sqlalchemy.types import TypeEngine
 from integr8s_idem.records import NOBODY, Reserved
 from integr8s_idem.stores.sql import array_parameters
 from integr8s_idem.stores.sql.dialects import Dialect
-from integr8s_idem.stores.sql.reserve_statements import latest
+from integr8s_idem.stores.sql.reserve_statements import NO_TEXT, constant, latest
 from integr8s_idem.stores.sql.schema import PROCESSING, records
 
 _row = records.c
@@ -154,18 +154,18 @@ def _owned_row(dialect: Dialect, new: Mapping[str, ColumnElement[Any]]) -> Colum
         _row.key == new["of_key"],
         _row.fence == new["of_fence"],
         _row.token == new["of_token"],
-        _row.status == PROCESSING,
+        _row.status == constant(PROCESSING),
         _row.expires_at > dialect.now,
     )
 
 
 def _outcome(dialect: Dialect, status: int, new: Mapping[str, ColumnElement[Any]]) -> dict[str, Any]:
     return {
-        "status": status,
+        "status": constant(status),
         "settled_at": dialect.now,
         "expires_at": dialect.now + new["ttl"],
         "lease_until": null(),
-        "owner": "",
+        "owner": NO_TEXT,
         "result": new["of_result"],
         "content_type": new["of_content_type"],
         "result_dropped": new["of_result_dropped"],
