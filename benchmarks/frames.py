@@ -13,7 +13,7 @@ import gc
 import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,17 @@ import memray
 from aiokafka import ConsumerRecord, TopicPartition
 
 from benchmarks.contestants import ensure
-from benchmarks.kafka import BY_PARTITION, NOOP, PARTITIONS, Handler, OrderPlaced, new_scope, router_of
+from benchmarks.kafka import (
+    BY_PARTITION,
+    NOOP,
+    PARTITIONS,
+    Fetched,
+    Handler,
+    OrderPlaced,
+    after_fetching,
+    new_scope,
+    router_of,
+)
 from benchmarks.measuring import Flat
 from benchmarks.places import RedisEnvironment, redis_environment
 from benchmarks.rounds import Options, Progress
@@ -63,11 +73,24 @@ class Services:
     def __init__(self, env: RedisEnvironment) -> None:
         self._env = env
 
-    async def handle(self, records: Records, service: ServiceSettings, *, guarded: bool = True) -> None:
-        """Let a worker handle all messages."""
+    async def handle(
+        self,
+        records: Records,
+        service: ServiceSettings,
+        *,
+        guarded: bool = True,
+        handler: Handler | None = None,
+        after_fetch: Callable[[Fetched], Awaitable[None]] | None = None,
+    ) -> None:
+        """Let a worker handle all messages.
+
+        Args:
+            handler: One that does nothing if not given.
+            after_fetch: Awaited with messages before they are handled.
+        """
         events = sum(map(len, records.values()))
-        handler = Handler(events)
-        async with self._worker(handler, records, service, guarded=guarded) as worker:
+        handler = handler or Handler(events)
+        async with self._worker(handler, records, service, guarded=guarded, after_fetch=after_fetch) as worker:
             await handler.wait()
             tally = worker.report().tally
             while tally.handled < events:  # noqa: ASYNC110  # a tally has no event to wait for
@@ -83,14 +106,21 @@ class Services:
 
     @asynccontextmanager
     async def _worker(
-        self, handler: Handler, records: Records, service: ServiceSettings, *, guarded: bool
+        self,
+        handler: Handler,
+        records: Records,
+        service: ServiceSettings,
+        *,
+        guarded: bool,
+        after_fetch: Callable[[Fetched], Awaitable[None]] | None = None,
     ) -> AsyncIterator[ServiceWorker]:
         settings, router = KafkaSettings(retention_check="off"), router_of(handler)
         publisher = EventPublisher(settings)
         manager = await self._env.manager(new_scope())
         dispatcher = IdempotentEventDispatcher(router, manager) if guarded else EventDispatcher(router, scope="bench")
+        log = Log(records) if after_fetch is None else after_fetching(Log(records), after_fetch)
         worker = ServiceWorker(
-            "bench", dispatcher, publisher, settings, service, group="bench", consumer=lambda *_: Log(records)
+            "bench", dispatcher, publisher, settings, service, group="bench", consumer=lambda *_: log
         )
         task = asyncio.create_task(worker.run())
         try:

@@ -2,8 +2,9 @@
 
 Times vary by a tenth on a machine with other load, and small savings drown in that. Instructions do not depend on it,
 except through the sizes of batches: a guarded event of a worker varies by a hundredth or two, a single call by a
-twentieth. valgrind executes the service, and counts only while the events are handled; all paths take three minutes.
-It does not count what the kernel executes, and each instruction counts the same, whether its data is in a cache or not.
+twentieth, an event whose handler waits by a tenth. valgrind executes the service, and counts only while the events are
+handled; all paths take four minutes. It does not count what the kernel executes, and each instruction counts the same,
+whether its data is in a cache or not.
 """
 
 from __future__ import annotations
@@ -26,13 +27,20 @@ from typing import Final, TypeAlias
 import uvloop
 
 from benchmarks.frames import Services, records_of
-from benchmarks.guards import Integr8sIdem
-from benchmarks.kafka import BY_PARTITION, NOOP, new_scope
+from benchmarks.guards import BareRequests, Integr8sIdem
+from benchmarks.kafka import BY_PARTITION, NOOP, ONE_MS, Handler, OrderPlaced, new_scope, requests_for_fetched
 from benchmarks.places import RedisEnvironment, redis_environment
 from benchmarks.tables import ROOT
+from integr8s_idem.engine.leases import LeaseKeeper
+from integr8s_idem.engine.work import Work
+from integr8s_idem.keys.event_keys import KeyResolver
+from integr8s_idem.records import Reserved
+from integr8s_idem.stores import IdempotencyRepository
 
 EVENTS: Final = 4_000
 CALLERS: Final = 64
+PAUSE: Final = 0.001
+"""Seconds for which the handlers of `waiting` paths wait."""
 _TOTAL: Final = re.compile(r"^totals: (\d+)$", re.MULTILINE)
 
 Prepared: TypeAlias = Callable[[RedisEnvironment, int], Awaitable[Callable[[], Awaitable[None]]]]
@@ -52,6 +60,50 @@ async def _by_partition(env: RedisEnvironment, events: int) -> Callable[[], Awai
 async def _plain(env: RedisEnvironment, events: int) -> Callable[[], Awaitable[None]]:
     services, records = Services(env), records_of(events)
     return lambda: services.handle(records, NOOP, guarded=False)
+
+
+async def _waiting(env: RedisEnvironment, events: int) -> Callable[[], Awaitable[None]]:
+    services, records = Services(env), records_of(events)
+    return lambda: services.handle(records, ONE_MS, handler=Handler(events, PAUSE))
+
+
+async def _waiting_plain(env: RedisEnvironment, events: int) -> Callable[[], Awaitable[None]]:
+    services, records = Services(env), records_of(events)
+    return lambda: services.handle(records, ONE_MS, guarded=False, handler=Handler(events, PAUSE))
+
+
+async def _waiting_with_parts(env: RedisEnvironment, events: int) -> Callable[[], Awaitable[None]]:
+    services, records, repository = Services(env), records_of(events), await env.repository()
+    reserved = await (await env.manager(new_scope())).reserve("any")
+    assert isinstance(reserved, Reserved)
+    handler = HandlerWithParts(events, PAUSE, repository, reserved)
+    after_fetch = requests_for_fetched(BareRequests(repository))
+    return lambda: services.handle(records, ONE_MS, guarded=False, handler=handler, after_fetch=after_fetch)
+
+
+class HandlerWithParts(Handler):
+    """Makes the key of each event, and holds a lease while it waits: what a guard cannot do without, but its requests.
+
+    It makes no attempts or runs, decides nothing, records no results, and cannot cancel work with a lost lease.
+    """
+
+    def __init__(self, events: int, pause: float, repository: IdempotencyRepository, reserved: Reserved) -> None:
+        super().__init__(events, pause)
+        self._leases = LeaseKeeper(repository, "bench", _never)
+        self._reserved = reserved
+        self._asked_at = self._leases.now()
+        self._resolver = KeyResolver()
+
+    async def handle(self, event: OrderPlaced) -> None:
+        keyed = self._resolver.resolve("ship", event)
+        lease = self._leases.hold(self._reserved, self._asked_at, Work(keyed.key, keyed.fingerprint))
+        with lease:
+            await super().handle(event)
+        lease.drop()
+
+
+async def _never(_: Work) -> Reserved | None:
+    return None
 
 
 async def _new_keys(env: RedisEnvironment, events: int) -> Callable[[], Awaitable[None]]:
@@ -85,6 +137,9 @@ PATHS: Final[dict[str, Prepared]] = {
     "guarded": _guarded,
     "by_partition": _by_partition,
     "plain": _plain,
+    "waiting": _waiting,
+    "waiting_plain": _waiting_plain,
+    "waiting_with_parts": _waiting_with_parts,
     "new_keys": _new_keys,
     "duplicates": _duplicates,
     "local_duplicates": _local_duplicates,

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 from uuid import uuid4
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
@@ -99,6 +99,8 @@ class OrderPlaced(BaseEvent):
 
 
 Work = Callable[[OrderPlaced], Awaitable[None]]
+Fetched: TypeAlias = Mapping[Any, Sequence[Any]]
+"""Messages by partition."""
 
 
 class Handler:
@@ -216,16 +218,14 @@ class Topic:
 
     async def with_requests(self, _: float, *, guard: BareRequests) -> Measured:
         """Run the same service without a guard, with the requests of one for as many events as it takes together."""
-        handler, scope = Handler(self.events), new_scope()
+        handler, make_requests = Handler(self.events), requests_for_fetched(guard)
 
-        async def make_requests(found: Mapping[Any, Sequence[Any]]) -> None:
+        async def begin(found: Fetched) -> None:
             handler.begin()
-            keys = [f"{scope}:{record.partition}:{record.offset}" for records in found.values() for record in records]
-            for start in range(0, len(keys), MOST_TOGETHER):
-                await guard.together(keys[start : start + MOST_TOGETHER])
+            await make_requests(found)
 
         def make(settings: KafkaSettings, group: str) -> Any:
-            return after_fetching(make_consumer(settings, group), make_requests)
+            return after_fetching(make_consumer(settings, group), begin)
 
         return await self.serve(EventDispatcher(router_of(handler), scope="bench"), NOOP, handler, make)
 
@@ -371,7 +371,19 @@ def router_of(handler: Handler) -> EventRouter:
     return router
 
 
-def after_fetching(consumer: Any, act: Callable[[Mapping[Any, Sequence[Any]]], Awaitable[None]]) -> Any:
+def requests_for_fetched(guard: BareRequests) -> Callable[[Fetched], Awaitable[None]]:
+    """Return a function that makes the requests of `guard` for fetched events, as many together as a worker does."""
+    scope = new_scope()
+
+    async def make_requests(found: Fetched) -> None:
+        keys = [f"{scope}:{record.partition}:{record.offset}" for records in found.values() for record in records]
+        for start in range(0, len(keys), MOST_TOGETHER):
+            await guard.together(keys[start : start + MOST_TOGETHER])
+
+    return make_requests
+
+
+def after_fetching(consumer: Any, act: Callable[[Fetched], Awaitable[None]]) -> Any:
     """Make `consumer` call `act` with the events that it is about to return, if there are any."""
     fetch = consumer.getmany
 
