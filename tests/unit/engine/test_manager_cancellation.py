@@ -187,6 +187,30 @@ async def test_a_cancellation_while_the_outcome_is_written_does_not_undo_it() ->
 
 
 @virtual_time
+async def test_a_cancellation_while_the_outcome_is_written_again_does_not_undo_it() -> None:
+    """The store has lost the record, so the key was reserved once more, for the same work."""
+    here, job = guarded(), Job()
+    here.store.held["complete"] = refused = asyncio.Event()
+    running = asyncio.create_task(here.manager.run("order:1", job))
+    await job.started.wait()
+    await turns(10)
+    await here.manager.delete("order:1")
+    here.store.held["complete"] = asyncio.Event()
+    refused.set()
+    await turns(20)
+    fence = (await here.record()).fence
+
+    await leave(running)
+    here.store.held.pop("complete").set()
+    await here.manager.close()
+
+    record = await here.record()
+    assert (record.status, record.attempt, record.fence) == (IdempotencyStatus.COMPLETED, 1, fence)
+    assert await here.manager.run("order:1", job) == "receipt-1"
+    assert job.runs == 1
+
+
+@virtual_time
 async def test_work_retried_after_a_cancellation_keeps_its_reservation() -> None:
     here, job = guarded(), Job(seconds=10)
     work = Work(Key.of("order:1"))
