@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import timedelta
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import asyncpg
@@ -30,7 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
-from benchmarks.contestants import RESULT, ensure
+from benchmarks.contestants import LEASE, RESULT, RETENTION, TTL, ensure
 from benchmarks.measuring import Flat
 from benchmarks.rounds import Comparison, Measured, Options, Progress, Turn, compare, fresh_keys, run_concurrently
 from benchmarks.servers import DurablePostgres, query, running
@@ -42,6 +41,7 @@ from integr8s_idem import (
     IdempotentEventDispatcher,
     Settings,
 )
+from integr8s_idem._util.tokens import new_token
 from integr8s_idem.engine.work import Executed
 from integr8s_idem.integrations.dishka import (
     EventContextProvider,
@@ -75,9 +75,6 @@ orders: Final = Table(
 inbox: Final = Table("inbox", tables, Column("key", Text, primary_key=True), Column("result", LargeBinary))
 RECEIPT: Final = "receipt"
 NOTE: Final = "two boxes of oranges, by the back door"
-_TOKEN: Final = b"0123456789abcdef"
-_LEASE: Final = timedelta(minutes=5)
-_TTL: Final = timedelta(hours=24)
 
 
 class Contestant(Protocol):
@@ -173,12 +170,12 @@ class CoreWithStore:
         async with self._engine.begin() as connection:
             joined = self._repository.joined(connection)
             async with joined.savepoint():
-                request = ReserveRequest(key=name, token=_TOKEN, lease=_LEASE, retention=_TTL)
+                request = ReserveRequest(key=name, token=new_token(), lease=LEASE, retention=RETENTION)
                 [verdict] = await joined.reserve([request])
                 if not isinstance(verdict, Reserved):
                     raise RefusedError(name)
                 await connection.execute(insert(orders).values(id=name, of="core_with_store", note=NOTE))
-                completion = Completion(reservation=verdict, ttl=_TTL, result=StoredResult(RESULT, JSON))
+                completion = Completion(reservation=verdict, ttl=TTL, result=StoredResult(RESULT, JSON))
                 ensure((await joined.complete([completion]))[0], f"{name} is not reserved")
 
 

@@ -211,8 +211,7 @@ class StoreClient:
         if work.forgotten:
             return Completion(reservation=reserved, ttl=EXPIRES_AT_ONCE)
         stored, dropped = self._result_to_keep(reserved.key, value, work.event_type)
-        ttl = self._default_ttl if work.ttl is None else work.ttl
-        return Completion(reservation=reserved, ttl=ttl, result=stored, result_dropped=dropped)
+        return Completion(reservation=reserved, ttl=self._ttl(work.ttl), result=stored, result_dropped=dropped)
 
     def failure(self, reserved: Reserved, error: str, ttl: timedelta | None) -> Failure:
         """Make the record of work that is given up."""

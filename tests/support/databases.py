@@ -46,8 +46,10 @@ def url_of(kind: str, request: pytest.FixtureRequest, folder: Path) -> str:
 async def emptied(url: str) -> AsyncIterator[AsyncEngine]:
     """Open the database of `url` with new tables of the store."""
     engine = sql_engine(url)
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.drop_all)
-    await migrate(engine)
-    yield engine
-    await engine.dispose()
+    try:
+        async with engine.begin() as connection:
+            await connection.run_sync(metadata.drop_all)
+        await migrate(engine)
+        yield engine
+    finally:
+        await engine.dispose()

@@ -33,6 +33,14 @@ from integr8s_idem.stores.sql.schema import PROCESSING, records
 
 _row = records.c
 
+NO_TEXT: Final[ColumnElement[str]] = literal_column("''", Text)
+"""An empty text in the text of a statement, as `constant`."""
+
+
+def constant(number: int) -> ColumnElement[int]:
+    """Write a number into the text of a statement: a parameter would be encoded for each execution."""
+    return literal_column(str(number), Integer)
+
 
 def reserve_rows(dialect: Dialect) -> Any:
     """Build an upsert that reserves available rows and returns all rows, including unavailable ones.
@@ -85,15 +93,6 @@ _RESERVATION_TYPES: Final[dict[str, TypeEngine[Any]]] = {
 }
 
 
-def constant(number: int) -> ColumnElement[int]:
-    """Write a number into the text of a statement: a parameter would be encoded for each execution."""
-    return literal_column(str(number), Integer)
-
-
-NO_TEXT: Final[ColumnElement[str]] = literal_column("''", Text)
-"""An empty text in the text of a statement."""
-
-
 def _reservation(
     parameter: Callable[[str], ColumnElement[Any]], now: ColumnElement[int]
 ) -> dict[str, ColumnElement[Any]]:
@@ -134,9 +133,7 @@ def _same_payload(dialect: Dialect, stored: ColumnElement[bytes], offered: Colum
 
     Its constants are in the text, because the condition is repeated for many columns.
     """
-    field_sets = [
-        func.substr(fingerprint, literal_column("1"), literal_column("4")) for fingerprint in (stored, offered)
-    ]
+    field_sets = [func.substr(fingerprint, constant(1), constant(4)) for fingerprint in (stored, offered)]
     marked: ColumnElement[bytes] = literal_column(dialect.bytes_sql(b"\x80"))
     return or_(
         stored.is_(None),
