@@ -29,7 +29,7 @@ from integr8s_idem.stores.redis.batches import MOST_KEYS, slices
 from integr8s_idem.stores.redis.cluster import RedisClusterClient
 from integr8s_idem.stores.redis.errors import guarded
 from integr8s_idem.stores.redis.round_trips import ReplicaWait
-from integr8s_idem.stores.redis.servers import KEYS_PER_RUN, Argument, Lazily, OneServer, Servers
+from integr8s_idem.stores.redis.servers import KEYS_PER_RUN, Answered, Argument, Lazily, OneServer, Servers
 
 _READ_AT_ONCE: Final = 200
 _COMPLETED: Final = bytes((codec.COMPLETED,))
@@ -46,24 +46,29 @@ class RecordsInRedis:
         self._wait = wait
 
     async def reserve(self, requests: Sequence[ReserveRequest]) -> list[Verdict]:
-        verdicts: list[Verdict | None] = [None] * len(requests)
-        waiting: Sequence[int] = range(len(requests))
-        while waiting:
-            batch = waiting[:MOST_KEYS]
-            asked = requests if len(batch) == len(requests) else [requests[index] for index in batch]
+        if len(requests) > MOST_KEYS:
+            parts = [requests[start : start + MOST_KEYS] for start in range(0, len(requests), MOST_KEYS)]
+            return [verdict for part in parts for verdict in await self.reserve(part)]
+        verdicts: list[Verdict | None] | None = None
+        waiting: list[int] = []
+        asked = requests
+        while asked:
             # Those of several runs of the script are encoded while the server executes the previous run.
             is_one_run = len(asked) <= KEYS_PER_RUN
             arguments = batch_codec.encode_requests(asked) if is_one_run else Lazily(batch_codec.encode_requests, asked)
             with guarded("reserve", self._timeout):
                 keys = [request.key for request in asked]
                 runs = await self._servers.run(scripts.RESERVE, keys, arguments, wait=self._wait)
-            for positions, answer in runs:
-                part = asked if len(runs) == 1 else [asked[position] for position in positions]
-                for position, verdict in zip(positions, batch_codec.verdicts_of(part, answer), strict=True):
-                    verdicts[batch[position]] = verdict
+            answered = batch_codec.verdicts_of(asked, runs[0][1]) if len(runs) == 1 else _verdicts_of(asked, runs)
+            if verdicts is None:
+                verdicts = answered
+            else:
+                for index, verdict in zip(waiting, answered, strict=True):
+                    verdicts[index] = verdict
             # Some must be sent again.
-            waiting = [index for index in waiting if verdicts[index] is None]
-        return verdicts  # type: ignore[return-value]  # each of them is a verdict by now
+            waiting = [index for index, verdict in enumerate(verdicts) if verdict is None]
+            asked = [requests[index] for index in waiting]
+        return verdicts or []  # type: ignore[return-value]  # each of them is a verdict by now
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
         keys = [reservation.key for reservation in reservations]
@@ -325,6 +330,16 @@ class RedisClusterIdempotencyRepository(RecordsInRedis):
 
 def _wait(replicas: int, timeout: Duration) -> ReplicaWait | None:
     return ReplicaWait(replicas, duration(timeout, "wait_timeout")) if replicas else None
+
+
+def _verdicts_of(requests: Sequence[ReserveRequest], runs: Sequence[Answered]) -> list[Verdict | None]:
+    """Return the verdicts of several runs of the script, in the order of the requests."""
+    verdicts: list[Verdict | None] = [None] * len(requests)
+    for positions, answer in runs:
+        part = [requests[position] for position in positions]
+        for position, verdict in zip(positions, batch_codec.verdicts_of(part, answer), strict=True):
+            verdicts[position] = verdict
+    return verdicts
 
 
 def _readable(key: str, raw: Any, now_us: int, life: int) -> IdempotencyRecord | Corrupt | None:
