@@ -18,9 +18,12 @@ from idempotency_kit.infra.storage.redis.aio import RedisAsyncIdempotencyReposit
 
 from benchmarks.contestants import ensure
 from benchmarks.places import RedisEnvironment
+from integr8s_idem._util.tokens import new_token
 from integr8s_idem.engine.coalescer import Coalescer
 from integr8s_idem.engine.manager import IdempotencyManager
-from integr8s_idem.records import Completion, Reserved, ReserveRequest
+from integr8s_idem.engine.results import decode_result, encode_result, return_type_of
+from integr8s_idem.keys import KeySpace
+from integr8s_idem.records import Completed, Completion, Reserved, ReserveRequest
 from integr8s_idem.stores import IdempotencyRepository
 
 RECEIPT: Final = {"receipt": "receipt-1"}
@@ -120,6 +123,37 @@ class BareRequests:
 
     async def _work(self) -> None:
         self.handled += 1
+
+
+class RequestsWithParts:
+    """The requests, and what no guard with stored results can do without: key, token, result.
+
+    It decides nothing, and has no limits of time or attempts, fingerprint, lease that is renewed, or telemetry.
+    """
+
+    def __init__(self, repository: IdempotencyRepository) -> None:
+        self.handled, self.answer = 0, RECEIPT
+        self._space = KeySpace("idempotency", "bench")
+        self._reserve = Coalescer(repository.reserve).answer
+        self._complete = Coalescer(repository.complete).answer
+
+    async def once(self, key: str) -> object:
+        resolved = self._space.key(key)
+        request = ReserveRequest(
+            key=self._space.full(resolved), token=new_token(), lease=_LEASE, retention=_TTL, owner="bench"
+        )
+        verdict = await self._reserve(request)
+        if isinstance(verdict, Completed):
+            assert verdict.result is not None
+            return decode_result(resolved.label, verdict.result, return_type_of(self._work))
+        assert isinstance(verdict, Reserved)
+        value = await self._work()
+        ensure(await self._complete(Completion(reservation=verdict, ttl=_TTL, result=encode_result(value))), key)
+        return value
+
+    async def _work(self) -> dict[str, str]:
+        self.handled += 1
+        return RECEIPT
 
 
 class Idemkit:

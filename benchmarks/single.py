@@ -12,7 +12,16 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Final
 
 from benchmarks.contestants import ensure
-from benchmarks.guards import BareRequests, Guard, Idemkit, IdempotencyKit, Integr8sIdem, Powertools, RawRedis
+from benchmarks.guards import (
+    BareRequests,
+    Guard,
+    Idemkit,
+    IdempotencyKit,
+    Integr8sIdem,
+    Powertools,
+    RawRedis,
+    RequestsWithParts,
+)
 from benchmarks.measuring import CONCURRENCY, Flat, rotated
 from benchmarks.native import NATIVE, native_code, with_native_code
 from benchmarks.places import RedisEnvironment, redis_environment
@@ -41,6 +50,8 @@ KEYS: Final = (
     "single_fresh_c64_requests",
     "single_duplicate_c1_requests",
     "single_duplicate_c64_requests",
+    "single_fresh_c1_parts",
+    "single_duplicate_c1_parts",
     "vs_idemkit_fresh_c64",
     "vs_idempotency_kit_fresh_c64",
     "latency_p99_ratio",
@@ -72,7 +83,8 @@ async def _comparisons(env: RedisEnvironment) -> AsyncIterator[Comparison]:
     library, raw, requests = await _this_library(env), RawRedis(env), BareRequests(await env.repository())
     peers: Mapping[str, Guard] = {"idemkit": Idemkit(env), "idempotency_kit": IdempotencyKit(env)}
     both: Mapping[str, Guard] = {"integr8s_idem": library, "raw": raw, "requests": requests}
-    sequential: Mapping[str, Guard] = {**both, "powertools_sync": Powertools(env)}
+    parts = RequestsWithParts(await env.repository())
+    sequential: Mapping[str, Guard] = {**both, "parts": parts, "powertools_sync": Powertools(env)}
     concurrent: Mapping[str, Guard] = {**both, **peers}
     vs_peers = {f"vs_{name}_fresh_c64": ("integr8s_idem", name) for name in peers}
     for kind, turns_of in (("fresh", _new_keys), ("duplicate", _duplicates)):
@@ -80,7 +92,9 @@ async def _comparisons(env: RedisEnvironment) -> AsyncIterator[Comparison]:
             name = f"{kind}_c{concurrency}"
             turns = await turns_of(guards, concurrency)
             figures = {f"single_{name}": ("integr8s_idem", "raw"), f"single_{name}_requests": ("requests", "raw")}
-            if guards is concurrent and kind == "fresh":
+            if guards is sequential:
+                figures[f"single_{name}_parts"] = ("parts", "raw")
+            elif kind == "fresh":
                 figures |= vs_peers
             if NATIVE is not None:
                 with native_code():

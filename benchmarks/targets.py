@@ -111,6 +111,8 @@ RATIOS: Final[Mapping[str, str]] = {
     "single_fresh_c64_requests": f"{_REQUESTS}, new keys, 64 at once",
     "single_duplicate_c1_requests": "the first of them ÷ a losing `SET NX`, completed keys, sequentially",
     "single_duplicate_c64_requests": "the first of them ÷ a losing `SET NX`, completed keys, 64 at once",
+    "single_fresh_c1_parts": "the same with key, token and result, without anything else of a guard, new keys",
+    "single_duplicate_c1_parts": "the first of them with key, token and result, completed keys",
     "kafka_noop_requests": (
         "plain service that makes the two requests of this library for 250 events together, without a guard ÷ plain "
         "service, no-op handler"
@@ -183,6 +185,10 @@ _GUARANTEES: Final[Mapping[str, tuple[str, str]]] = {
     "integr8s_idem": _GUARDED,
     "raw": _BY_HAND,
     "requests": ("the first caller wins", _NO_GUARD),
+    "parts": (
+        "the first caller wins; the result is replayed",
+        "key, token, result and two coalesced requests, and nothing else of a guard",
+    ),
     "idemkit": (
         "claims by token in Lua; the lease is renewed while the function runs; the result is replayed",
         "no fence, no attempts counted for functions; one round trip per claim and per completion",
