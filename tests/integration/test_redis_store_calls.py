@@ -31,6 +31,7 @@ from integr8s_idem.records import (
 )
 from integr8s_idem.stores import IdempotencyRepository
 from integr8s_idem.stores.redis import RedisIdempotencyRepository, codec, redis_client, scripts
+from integr8s_idem.stores.redis.batches import MOST_KEYS
 from integr8s_idem.stores.redis.servers import KEYS_PER_RUN
 from tests.support.fault_proxy import Cut, FaultProxy
 from tests.support.redis import RedisServer, url_of
@@ -147,6 +148,26 @@ async def test_a_batch_of_large_results_is_completed(store: RedisIdempotencyRepo
     assert written == [True] * len(keys)
     records = await store.get(keys)
     assert [record.result.body for record in records if record is not None and record.result is not None] == bodies
+
+
+async def test_each_duplicate_in_a_large_batch_gets_its_own_result(
+    store: RedisIdempotencyRepository, redis_client: Redis
+) -> None:
+    """More keys than a call has, and more bytes of results than a run of the script returns: some are asked again."""
+    keys = [f"k:{number}" for number in range(MOST_KEYS + KEYS_PER_RUN + 1)]
+    bodies = {key: b'"%b"' % (key.encode() * 9_000) for key in keys}
+    reserved = [
+        verdict for verdict in await store.reserve(list(map(request_for, keys))) if isinstance(verdict, Reserved)
+    ]
+    done = [Completion(reservation=each, ttl=TTL, result=StoredResult(bodies[each.key])) for each in reserved]
+    assert await store.complete(done) == [True] * len(keys)
+    await redis_client.config_resetstat()
+
+    verdicts = await store.reserve(list(map(request_for, keys)))
+
+    found = [(each.key, each.result) for each in verdicts if isinstance(each, Completed)]
+    assert found == [(key, StoredResult(bodies[key])) for key in keys]
+    assert await evalsha_calls(redis_client) > MOST_KEYS / KEYS_PER_RUN + 2
 
 
 @pytest.mark.scenario(51)
