@@ -65,6 +65,20 @@ def _encode_completion(completion: Completion) -> bytes:
     return codec.encode_life(completion.ttl) + holder + codec.encode_completion(completion)
 
 
+def verdicts_of_runs(
+    requests: Sequence[ReserveRequest], runs: Sequence[tuple[Sequence[int], list[Any]]]
+) -> list[Verdict | None]:
+    """Return the verdicts of runs of `reserve.lua`, each with the indexes of its requests, in the order of `requests`."""
+    if len(runs) == 1:
+        return verdicts_of(requests, runs[0][1])
+    verdicts: list[Verdict | None] = [None] * len(requests)
+    for positions, answer in runs:
+        part = [requests[position] for position in positions]
+        for position, verdict in zip(positions, verdicts_of(part, answer), strict=True):
+            verdicts[position] = verdict
+    return verdicts
+
+
 def verdicts_of(requests: Sequence[ReserveRequest], answer: list[Any]) -> list[Verdict | None]:
     """Return the verdict on each request, given the answer of `reserve.lua`; `None` if it must be sent again."""
     now_us, *answers = answer

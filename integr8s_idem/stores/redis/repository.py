@@ -29,7 +29,7 @@ from integr8s_idem.stores.redis.batches import MOST_KEYS, slices
 from integr8s_idem.stores.redis.cluster import RedisClusterClient
 from integr8s_idem.stores.redis.errors import guarded
 from integr8s_idem.stores.redis.round_trips import ReplicaWait
-from integr8s_idem.stores.redis.servers import KEYS_PER_RUN, Answered, Argument, Lazily, OneServer, Servers
+from integr8s_idem.stores.redis.servers import KEYS_PER_RUN, Argument, Lazily, OneServer, Servers
 
 _READ_AT_ONCE: Final = 200
 _COMPLETED: Final = bytes((codec.COMPLETED,))
@@ -59,7 +59,7 @@ class RecordsInRedis:
             with guarded("reserve", self._timeout):
                 keys = [request.key for request in asked]
                 runs = await self._servers.run(scripts.RESERVE, keys, arguments, wait=self._wait)
-            answered = batch_codec.verdicts_of(asked, runs[0][1]) if len(runs) == 1 else _verdicts_of(asked, runs)
+            answered = batch_codec.verdicts_of_runs(asked, runs)
             if verdicts is None:
                 verdicts = answered
             else:
@@ -330,16 +330,6 @@ class RedisClusterIdempotencyRepository(RecordsInRedis):
 
 def _wait(replicas: int, timeout: Duration) -> ReplicaWait | None:
     return ReplicaWait(replicas, duration(timeout, "wait_timeout")) if replicas else None
-
-
-def _verdicts_of(requests: Sequence[ReserveRequest], runs: Sequence[Answered]) -> list[Verdict | None]:
-    """Return the verdicts of several runs of the script, in the order of the requests."""
-    verdicts: list[Verdict | None] = [None] * len(requests)
-    for positions, answer in runs:
-        part = [requests[position] for position in positions]
-        for position, verdict in zip(positions, batch_codec.verdicts_of(part, answer), strict=True):
-            verdicts[position] = verdict
-    return verdicts
 
 
 def _readable(key: str, raw: Any, now_us: int, life: int) -> IdempotencyRecord | Corrupt | None:
