@@ -68,7 +68,7 @@ def _encode_completion(completion: Completion) -> bytes:
 def verdicts_of_runs(
     requests: Sequence[ReserveRequest], runs: Sequence[tuple[Sequence[int], list[Any]]]
 ) -> list[Verdict | None]:
-    """Return the verdicts of runs of `reserve.lua`, each with the indexes of its requests, in the order of `requests`."""
+    """Return the verdicts of runs of `reserve.lua`, each with the indexes of its requests, in the order of requests."""
     if len(runs) == 1:
         return verdicts_of(requests, runs[0][1])
     verdicts: list[Verdict | None] = [None] * len(requests)
