@@ -49,26 +49,22 @@ class RecordsInRedis:
         if len(requests) > MOST_KEYS:
             parts = [requests[start : start + MOST_KEYS] for start in range(0, len(requests), MOST_KEYS)]
             return [verdict for part in parts for verdict in await self.reserve(part)]
-        verdicts: list[Verdict | None] | None = None
-        waiting: list[int] = []
+        verdicts: list[Verdict | None] = [None] * len(requests)
+        waiting: Sequence[int] = range(len(requests))
         asked = requests
-        while asked:
+        while waiting:
             # Those of several runs of the script are encoded while the server executes the previous run.
             is_one_run = len(asked) <= KEYS_PER_RUN
             arguments = batch_codec.encode_requests(asked) if is_one_run else Lazily(batch_codec.encode_requests, asked)
             with guarded("reserve", self._timeout):
                 keys = [request.key for request in asked]
                 runs = await self._servers.run(scripts.RESERVE, keys, arguments, wait=self._wait)
-            answered = batch_codec.verdicts_of_runs(asked, runs)
-            if verdicts is None:
-                verdicts = answered
-            else:
-                for index, verdict in zip(waiting, answered, strict=True):
-                    verdicts[index] = verdict
+            for index, verdict in zip(waiting, batch_codec.verdicts_of_runs(asked, runs), strict=True):
+                verdicts[index] = verdict
             # Some must be sent again.
-            waiting = [index for index, verdict in enumerate(verdicts) if verdict is None]
+            waiting = [index for index in waiting if verdicts[index] is None]
             asked = [requests[index] for index in waiting]
-        return verdicts or []  # type: ignore[return-value]  # each of them is a verdict by now
+        return verdicts  # type: ignore[return-value]  # each of them is a verdict by now
 
     async def renew(self, reservations: Sequence[Reserved], lease: timedelta) -> list[bool]:
         keys = [reservation.key for reservation in reservations]
