@@ -41,8 +41,8 @@ class Pace:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._first_again = 0
         """How many of them, at the front, were resumed once and had to wait again."""
-        self._resumed = 0
-        """Functions that were resumed and have not run since."""
+        self._are_resuming = False
+        """Whether functions were resumed whose tasks have not run since."""
         self._calls: dict[int, None] = {}
         """Numbers of store calls in progress, oldest first."""
         self._last_call = 0
@@ -53,7 +53,7 @@ class Pace:
         if self._waiting:
             return True
         if self._turn_ends is None:
-            return self._resumed > 0 or self._is_long()  # those that were resumed begin the turn
+            return self._are_resuming or self._is_long()  # those that were resumed begin the turn
         return self._clock() > self._turn_ends
 
     async def wait(self) -> None:
@@ -66,13 +66,7 @@ class Pace:
     async def _wait_at(self, place: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.insert(place, turn)
-        try:
-            await turn
-        finally:
-            if turn.done() and not turn.cancelled():
-                self._resumed -= 1
-                if not self._resumed and self._waiting:
-                    self._is_long()  # if they were all cancelled, nothing else resumes those that wait
+        await turn
 
     def _is_long(self) -> bool:
         now = self._clock()
@@ -117,10 +111,17 @@ class Pace:
     def _resume(self) -> None:
         self._turn_ends = None
         waiting, self._waiting, self._first_again = self._waiting, deque(), 0
-        for turn in waiting:
-            if not turn.done():
-                turn.set_result(None)
-                self._resumed += 1
+        resumed = [turn for turn in waiting if not turn.done()]
+        for turn in resumed:
+            turn.set_result(None)
+        if resumed:
+            self._are_resuming = True
+            asyncio.get_running_loop().call_soon(self._have_resumed)  # after a step of each of their tasks
+
+    def _have_resumed(self) -> None:
+        self._are_resuming = False
+        if self._waiting and self._turn_ends is None:
+            self._is_long()  # none of them has begun a turn, as when all were cancelled, and others wait for its end
 
 
 pace_of = PerLoop(Pace)

@@ -161,7 +161,7 @@ async def test_functions_start_although_those_resumed_before_them_are_cancelled(
     log: list[str] = []
     waiting = [asyncio.create_task(block(name, log)) for name in ("first", "second", "third")]
     pace = pace_of(asyncio.get_running_loop())
-    while pace._resumed < 2:  # noqa: ASYNC110  # nothing tells
+    while not pace._are_resuming:  # noqa: ASYNC110  # nothing tells
         await asyncio.sleep(0)
     for each in waiting[1:]:
         each.cancel()
@@ -169,3 +169,21 @@ async def test_functions_start_although_those_resumed_before_them_are_cancelled(
         await block("fourth", log)  # in this task, so that it waits before the others notice that they are cancelled
 
     assert log == ["first", "fourth"]
+
+
+async def test_functions_start_although_one_resumed_before_them_never_runs_again() -> None:
+    """As in a simulated process that has crashed."""
+    fast_forward()
+    pace, log = pace_of(asyncio.get_running_loop()), list[str]()
+    await block("first", log)
+    crashed = pace.wait()
+    crashed.send(None)
+
+    async with asyncio.timeout(60):
+        await block("second", log)
+        for _ in range(TURNS):  # until the turn is over
+            await asyncio.sleep(0)
+        await block("third", log)
+
+    assert log == ["first", "second", "third"]
+    crashed.close()
