@@ -111,8 +111,11 @@ RATIOS: Final[Mapping[str, str]] = {
     "single_fresh_c64_requests": f"{_REQUESTS}, new keys, 64 at once",
     "single_duplicate_c1_requests": "the first of them ÷ a losing `SET NX`, completed keys, sequentially",
     "single_duplicate_c64_requests": "the first of them ÷ a losing `SET NX`, completed keys, 64 at once",
-    "single_fresh_c1_parts": "the same with key, token and result, without anything else of a guard, new keys",
-    "single_duplicate_c1_parts": "the first of them with key, token and result, completed keys",
+    "single_fresh_c1_parts": (
+        "the two requests with key, token and result, without anything else of a guard ÷ two redis-py calls, new keys, "
+        "sequentially"
+    ),
+    "single_duplicate_c1_parts": "the first of these ÷ a losing `SET NX`, completed keys, sequentially",
     "kafka_noop_requests": (
         "plain service that makes the two requests of this library for 250 events together, without a guard ÷ plain "
         "service, no-op handler"

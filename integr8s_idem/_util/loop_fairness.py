@@ -42,7 +42,7 @@ class Pace:
         self._first_again = 0
         """How many of them, at the front, were resumed once and had to wait again."""
         self._are_resuming = False
-        """Whether functions were resumed whose tasks have not run since."""
+        """Whether the loop has not yet run the tasks of all functions that were resumed."""
         self._calls: dict[int, None] = {}
         """Numbers of store calls in progress, oldest first."""
         self._last_call = 0

@@ -13,6 +13,7 @@ from dishka import STRICT_VALIDATION, AsyncContainer, FromDishka, Provider, Scop
 from dishka.provider import BaseProvider
 
 from integr8s_idem import Attempt, BaseEvent, EventRouter, Outgoing, Platform, Service, Settings
+from integr8s_idem._util.loop_fairness import LONGEST_TURN
 from integr8s_idem.config import ServiceSettings
 from integr8s_idem.errors import ApplicationError
 from integr8s_idem.integrations.dishka import (
@@ -26,6 +27,7 @@ from integr8s_idem.integrations.dishka import (
 )
 from integr8s_idem.records import IdempotencyRecord, IdempotencyStatus
 from integr8s_idem.testing import Fault, NotReachedError, NotSettledError, WorkerHarness
+from integr8s_idem.testing.fast_forward import fast_forward
 from integr8s_idem.testing.faults import FAULTS
 
 LEASE = 30.0
@@ -437,6 +439,24 @@ async def test_a_crashed_worker_begins_nothing_when_it_is_cleaned_up(caplog: pyt
             await harness.publish(*(Placed(order=str(number)) for number in range(9)))
 
     assert caplog.messages == []
+
+
+async def test_a_worker_that_crashed_while_events_waited_for_their_turn_is_replaced() -> None:
+    payments = FakePayments(knows_keys=True)
+    unordered = SETTINGS.model_copy(update={"services": {"billing": ServiceSettings(ordering="none")}})
+    async with WorkerHarness(PLATFORM, "billing", fakes={Payments: payments}, settings=unordered) as harness:
+
+        async def occupy_the_loop() -> None:
+            fast_forward().leap(2 * LONGEST_TURN)
+            await asyncio.sleep(0)  # the next event waits for its turn
+            await harness.reached("charged")
+
+        payments.after = occupy_the_loop
+        harness.crash_at("charged")
+        await harness.publish(*(Placed(order=str(number)) for number in range(3)))
+        records = await harness.records()
+
+    assert [record.status for record in records] == [IdempotencyStatus.COMPLETED] * 3
 
 
 async def test_a_container_is_closed_at_the_end() -> None:
